@@ -1,0 +1,203 @@
+"""Messages between a front and its engine: u32 little-endian length, then msgpack of one of these structs.
+
+The front converts protobuf to these and back; the engine never sees protobuf. Array data travels as little-endian bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+MAX_FRAME = 256 << 20
+"""Bytes of the largest frame either side accepts."""
+
+
+class _Frame(msgspec.Struct, tag=True, array_like=True):
+    pass
+
+
+# ---- round operations ------------------------------------------------------------------------------------------
+
+
+class Bind(_Frame):
+    """A conversation takes a lane: state cleared, position 0, nothing mapped."""
+
+    lane: int
+    conversation: int
+    temperature: float
+    top_k: int
+    seed: int
+
+
+class Table(_Frame):
+    """Maps slots first_slot.. of a lane to page ids; both tables follow from the ids and the plan."""
+
+    lane: int
+    first_slot: int
+    pages: list[int]
+
+
+class Prompt(_Frame):
+    """A chunk of a prompt: tokens at positions start.. (a multiple of 64). logits: 0 none, 1 scores, 2 also raw."""
+
+    lane: int
+    start: int
+    tokens: list[int]
+    last: bool
+    logits: int = 0
+
+
+class Decode(_Frame):
+    """A window of `rows` rows a lane; `forced` tokens lane-major, or empty: one row, the last sampled token."""
+
+    lanes: list[int]
+    rows: int
+    forced: list[int]
+    logits: int = 0
+
+
+class Free(_Frame):
+    lane: int
+
+
+class Ping(_Frame):
+    pass
+
+
+Operation = Bind | Table | Prompt | Decode | Free | Ping
+
+
+# ---- front -> engine -------------------------------------------------------------------------------------------
+
+
+class Load(_Frame):
+    """Read this rank's shard."""
+
+
+class LayOut(_Frame):
+    """Allocate the arena of the plan and connect the links."""
+
+    pages: int
+    lanes: int
+    context: int
+    split: bool
+    epoch: int
+    link_addresses: list[bytes]
+
+
+class Round(_Frame):
+    term: int
+    epoch: int
+    seq: int
+    operations: list[Operation]
+
+
+class Close(_Frame):
+    """Finish what is queued, flush the links, exit 0."""
+
+
+ToEngine = Load | LayOut | Round | Close
+
+
+# ---- engine -> front -------------------------------------------------------------------------------------------
+
+
+class Prepared(_Frame):
+    """First frame: the engine has read config and headers. What the handshake compares."""
+
+    checkpoint_digest: str
+    config_json: str
+    dtype: str
+    kv_dtype: str
+    numerics_digest: str
+    page_rows: int
+    total_bytes: int
+
+
+class Loading(_Frame):
+    loaded_bytes: int
+    total_bytes: int
+
+
+class Loaded(_Frame):
+    room_bytes: int
+    resident_bytes: int
+    link_address: bytes
+
+
+class Ready(_Frame):
+    resident_bytes: int
+
+
+class Scores(_Frame):
+    """As the proto's Scores: max f32, sum f64, best u32, next f32, raw f32, little-endian."""
+
+    max: bytes
+    sum: bytes
+    best: bytes
+    next: bytes
+    raw: bytes
+
+
+class OperationResult(_Frame):
+    digest: int
+    tokens: list[int]
+    scores: Scores | None = None
+
+
+class RoundResult(_Frame):
+    seq: int
+    results: list[OperationResult]
+    compute_seconds: float
+    exchange_seconds: float
+
+
+class Progress(_Frame):
+    """Operations finished so far, sent at most every half second while a round runs long."""
+
+    operations: int
+
+
+class Failed(_Frame):
+    """The last frame of a dying engine. `setup`: the operator's fault (a CheckpointError, ConfigError, GeometryError).
+    peer: the rank a link failed on, -1 if none."""
+
+    message: str
+    setup: bool
+    peer: int = -1
+
+
+ToFront = Prepared | Loading | Loaded | Ready | RoundResult | Progress | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_to_front = msgspec.msgpack.Decoder(ToFront)
+_length = struct.Struct("<I")
+
+
+def encode(frame: Any) -> bytes:
+    """One frame with its length in front."""
+    body = _encoder.encode(frame)
+    if len(body) > MAX_FRAME:
+        raise ValueError(f"frame of {len(body)} bytes: at most {MAX_FRAME}")
+    return _length.pack(len(body)) + body
+
+
+def decode_to_engine(body: bytes) -> ToEngine:
+    """The frame of a body (without its length). Raises msgspec.DecodeError."""
+    return _to_engine.decode(body)
+
+
+def decode_to_front(body: bytes) -> ToFront:
+    """The frame of a body (without its length). Raises msgspec.DecodeError."""
+    return _to_front.decode(body)
+
+
+def frame_length(head: bytes) -> int:
+    """Bytes of the body announced by a frame's first four bytes. Raises ValueError above MAX_FRAME."""
+    (length,) = _length.unpack(head)
+    if length > MAX_FRAME:
+        raise ValueError(f"frame of {length} bytes announced: at most {MAX_FRAME}")
+    return int(length)
