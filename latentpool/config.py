@@ -1,0 +1,355 @@
+"""Every setting of latentpool, in one typed table: the fields of `Settings`.
+
+A value comes from the flag, else the environment (LATENTPOOL_KV_PAGES for --kv-pages), else one TOML file (key kv-pages),
+else the default. The file is --config, else LATENTPOOL_CONFIG, else ./latentpool.toml where there is one. A value that is not
+allowed raises ConfigError naming itself, where it came from and what is allowed; so does a name that nobody knows.
+"""
+
+# ruff: noqa: RUF009 - _setting is dataclasses.field
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import stat
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from latentpool.errors import ConfigError
+from latentpool.units import BYTES_ALLOWED, TOKENS_ALLOWED, parse_bytes, parse_tokens
+
+ENV_PREFIX = "LATENTPOOL_"
+DEFAULT_FILE = Path("latentpool.toml")
+ROUTER_PORT, MANAGER_PORT, WORKER_PORT = 7410, 7411, 7420
+
+Switch = Literal["auto", "on", "off"]
+
+
+# ---- kinds of values: parse text or a TOML value; ValueError says what is allowed ---------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a value is read: `parse` takes the text of a flag or variable, or a TOML value, and raises ValueError for what is
+    not allowed; `allowed` says what is."""
+
+    parse: Callable[[object], Any]
+    allowed: str
+    metavar: str
+
+
+def _choice(*names: str) -> Kind:
+    def parse(value: object) -> str:
+        if value not in names:
+            raise ValueError
+        return str(value)
+
+    return Kind(parse, " or ".join((", ".join(names[:-1]), names[-1])), "|".join(names))
+
+
+def _whole(least: int, most: int | None = None) -> Kind:
+    def parse(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError
+        number = int(value)
+        if number < least or (most is not None and number > most):
+            raise ValueError
+        return number
+
+    return Kind(parse, f"a whole number from {least}" + (f" to {most}" if most is not None else ""), "N")
+
+
+def _real(least: float, most: float = math.inf) -> Kind:
+    def parse(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueError
+        number = float(value)
+        if not least <= number <= most or math.isinf(number):
+            raise ValueError
+        return number
+
+    return Kind(parse, f"a number from {least:g}" + (f" to {most:g}" if most < math.inf else ""), "X")
+
+
+def _sized(parse_text: Callable[[str], int], allowed: str, metavar: str, least: int = 1) -> Kind:
+    def parse(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError
+        size = parse_text(str(value))
+        if size < least:
+            raise ValueError
+        return size
+
+    return Kind(parse, allowed, metavar)
+
+
+def _parse_bool(value: object) -> bool:
+    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    return known[str(value).lower()]
+
+
+def _parse_text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError
+    return value
+
+
+def _parse_page_rows(value: object) -> int:
+    rows = _whole(64, 512).parse(value)
+    if rows & (rows - 1):
+        raise ValueError
+    return int(rows)
+
+
+def _parse_chunk_rows(value: object) -> int:
+    rows = _whole(64, 1 << 16).parse(value)
+    if rows % 64:
+        raise ValueError
+    return int(rows)
+
+
+def _parse_address(value: object) -> str:
+    host, colon, port = _parse_text(value).rpartition(":")
+    if not colon or not host or not 0 <= int(port) <= 65535:
+        raise ValueError
+    return f"{host}:{port}"
+
+
+def _parse_ids(value: object) -> tuple[int, ...]:
+    if isinstance(value, list):
+        value = " ".join(str(item) for item in value)
+    return tuple(_whole(0, 2**32 - 1).parse(item) for item in _parse_text(value).replace(",", " ").split())
+
+
+_BYTES = _sized(parse_bytes, BYTES_ALLOWED, "SIZE")
+_TOKENS = _sized(parse_tokens, TOKENS_ALLOWED, "TOKENS")
+_SWITCH = _choice("auto", "on", "off")
+_BOOL = Kind(_parse_bool, "true or false", "")
+_TEXT = Kind(_parse_text, "some text", "TEXT")
+_PATH = Kind(lambda value: Path(_parse_text(value)).expanduser(), "a path", "PATH")
+_ADDRESS = Kind(_parse_address, "host:port, with a port from 0 to 65535", "HOST:PORT")
+_IDS = Kind(_parse_ids, "token ids such as 1 2 3", "IDS")
+
+
+def _setting(default: Any, kind: Kind, help: str, *aliases: str) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": help, "aliases": aliases})
+
+
+def _default_state_dir() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "latentpool"
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings, read and checked. None means what the help text calls the default."""
+
+    # The model and the group
+    model: Path | None = _setting(None, _PATH, "The checkpoint's directory: config.json and *.safetensors.")
+    ranks: int = _setting(2, _whole(1, 8), "World size: how many rank workers make the group.", "world")
+    rank: int | None = _setting(None, _whole(0, 7), "This worker's rank, from 0.")
+    dtype: Literal["f32", "bf16"] | None = _setting(None, _choice("f32", "bf16"), "Compute dtype; by default the checkpoint's.")
+    kv_cache: Literal["f32", "bf16", "fp8"] | None = _setting(
+        None, _choice("f32", "bf16", "fp8"), "Dtype of latent rows; by default the compute dtype. (fp8: only in plan.)"
+    )
+    drafts: bool = _setting(True, _BOOL, "Count the draft layer (drafts are not run yet).")
+    # The plan
+    context: int | None = _setting(None, _TOKENS, "Longest conversation; by default the model's.")
+    parallel: int = _setting(1, _whole(1, 4096), "Lanes: conversations that run at the same time.")
+    kv_pages: Switch = _setting("auto", _SWITCH, "Map pages on demand (on), or one window a lane (off).")
+    split: Switch = _setting("auto", _SWITCH, "Keep a conversation's latent rows on one owner (on), or on every rank (off).")
+    cache: int = _setting(
+        16 << 30, _sized(parse_bytes, BYTES_ALLOWED, "SIZE", 0), "Most bytes a rank sets aside for kept states."
+    )
+    plan_order: Literal["new", "stated"] = _setting(
+        "new", _choice("new", "stated"), "Order in which room is given out; stated is the older one, to compare."
+    )
+    page_rows: int = _setting(
+        512, Kind(_parse_page_rows, "64, 128, 256 or 512", "64..512"), "Rows of a page; small models set less than 512."
+    )
+    room: int | None = _setting(None, _BYTES, "What a rank has left after weights, work buffers, links and the first lane.")
+    fixed: int | None = _setting(None, _BYTES, "What a lane needs at any length; by default computed from the model.")
+    memory: int | None = _setting(
+        None, _BYTES, "Memory of a rank; by default half of what is available, shared by this host's ranks."
+    )
+    headroom: int = _setting(2048, _TOKENS, "Reply tokens that admission reserves pages for at most.")
+    # Addresses
+    address: str = _setting(f"127.0.0.1:{ROUTER_PORT}", _ADDRESS, "The router to talk to.")
+    manager: str = _setting(f"127.0.0.1:{MANAGER_PORT}", _ADDRESS, "The pool manager to talk to.")
+    router_bind: str = _setting(f"127.0.0.1:{ROUTER_PORT}", _ADDRESS, "Where the router listens.")
+    manager_bind: str = _setting(f"127.0.0.1:{MANAGER_PORT}", _ADDRESS, "Where the pool manager listens.")
+    worker_bind: str = _setting(
+        f"127.0.0.1:{WORKER_PORT}", _ADDRESS, "Where rank 0 listens; rank r takes the port + r (port 0: any free one)."
+    )
+    advertise: str | None = _setting(
+        None, _ADDRESS, "Address of this worker as the router dials it; by default where it listens."
+    )
+    secret_file: Path | None = _setting(
+        None, _PATH, "File with the group's secret, the same on every node; needed beyond loopback."
+    )
+    # The services
+    transport: Literal["ucx", "inproc"] = _setting("ucx", _choice("ucx", "inproc"), "Data plane between engines.")
+    net_devices: str = _setting("lo", _TEXT, "Network device of the data plane.")
+    chunk_rows: int = _setting(
+        2048, Kind(_parse_chunk_rows, "a multiple of 64 from 64 to 65536", "N"), "Most prompt rows that a round computes."
+    )
+    max_waiting: int = _setting(256, _whole(1), "Conversations that may wait for a lane.")
+    take_over: bool = _setting(False, _BOOL, "End the session of the router that serves this group, and take its place.")
+    state_dir: Path | None = _setting(
+        None, _PATH, "Where the pool manager keeps its term; by default ~/.local/state/latentpool."
+    )
+    join_timeout: float = _setting(300.0, _real(1), "Seconds in which all workers must have joined.")
+    dead_after: float = _setting(30.0, _real(1), "Seconds of silence after which a rank counts as dead.")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting(
+        "info", _choice("debug", "info", "warning", "error"), "Least level of log lines."
+    )
+    log_dir: Path | None = _setting(None, _PATH, "Write each service's log to a file here instead of stderr.")
+    # Sampling
+    temperature: float = _setting(0.0, _real(0, 100), "0 is greedy: the likeliest token.")
+    top_k: int = _setting(0, _whole(0, 1024), "Draw from the k likeliest tokens; 0 draws from all.")
+    seed: int | None = _setting(None, _whole(0, 2**64 - 1), "Same seed, same reply; by default one is drawn and reported.")
+    max_tokens: int | None = _setting(None, _TOKENS, "Most tokens of the reply; by default until the limit of the context.")
+    stop_token_ids: tuple[int, ...] = _setting((), _IDS, "Token ids that end the reply.")
+    ignore_eos: bool = _setting(False, _BOOL, "Do not stop at the model's own end tokens.")
+    # Checking
+    expected: Path | None = _setting(None, _PATH, "Reference data: a .safetensors file with input_ids, logits, ...")
+    tolerance: float = _setting(2e-4, _real(0), "Largest error that passes, relative to the largest logit.")
+
+    @property
+    def secret(self) -> bytes:
+        """The group's secret: the contents of `secret_file` without surrounding white space; b"" without one. Raises
+        ConfigError for a file that is missing, empty, or readable by everyone on this host."""
+        return b"" if self.secret_file is None else _read_secret(self.secret_file)
+
+    @property
+    def state_directory(self) -> Path:
+        return self.state_dir or _default_state_dir()
+
+    def worker_address(self, rank: int) -> str:
+        """Where `rank` listens."""
+        host, _, port = self.worker_bind.rpartition(":")
+        return f"{host}:{int(port) + rank if int(port) else 0}"
+
+
+TABLE: dict[str, Field[Any]] = {setting.name: setting for setting in fields(Settings)}
+
+
+def kind_of(name: str) -> Kind:
+    kind = TABLE[name].metadata["kind"]
+    assert isinstance(kind, Kind)
+    return kind
+
+
+def is_switch(name: str) -> bool:
+    """Whether the setting is given as --x / --no-x."""
+    return get_type_hints(Settings)[name] is bool
+
+
+def flag(name: str) -> str:
+    return "--" + key(name)
+
+
+def key(name: str) -> str:
+    """The setting's key in the TOML file."""
+    return name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """The setting's environment variable."""
+    return ENV_PREFIX + name.upper()
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def load(
+    flags: Mapping[str, str | bool | None],
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> Settings:
+    """Reads all settings. `flags`: values given on the command line by setting name, None where not given; `file`: --config;
+    `defaults`: a command's own defaults. Raises ConfigError."""
+    environment = os.environ if environment is None else environment
+    values: dict[str, Any] = dict(defaults or {})
+    values |= _from_file(_config_file(environment, file))
+    values |= _from_environment(environment)
+    for name, value in flags.items():
+        if value is not None:
+            given = f"{flag(name)} {value}" if isinstance(value, str) else flag(name)
+            values[name] = _parse(name, value, given)
+    return Settings(**values)
+
+
+def _parse(name: str, value: object, given: str) -> Any:
+    kind = kind_of(name)
+    try:
+        return kind.parse(value)
+    except (ValueError, KeyError):
+        raise ConfigError(f"{given}: {key(name)} must be {kind.allowed}") from None
+
+
+def _config_file(environment: Mapping[str, str], file: Path | None) -> Path | None:
+    stated = file or (Path(value) if (value := environment.get(ENV_PREFIX + "CONFIG")) else None)
+    if stated is not None:
+        if not stated.is_file():
+            source = "--config" if file else "LATENTPOOL_CONFIG"
+            raise ConfigError(f"{source} {stated}: no such file")
+        return stated
+    return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
+
+
+def _from_file(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
+    names = {key(name): name for name in TABLE}
+    values = {}
+    for entry, value in table.items():
+        if entry not in names:
+            raise ConfigError(f"{path}: no setting is called {entry}{_nearest(entry, names)}")
+        values[names[entry]] = _parse(names[entry], value, f"{path}: {entry} = {_toml(value)}")
+    return values
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    names = {variable(name): name for name in TABLE}
+    values = {}
+    for entry, value in environment.items():
+        if not entry.startswith(ENV_PREFIX) or entry == ENV_PREFIX + "CONFIG":
+            continue
+        if entry not in names:
+            raise ConfigError(f"environment variable {entry}: no setting is called that{_nearest(entry, names)}")
+        values[names[entry]] = _parse(names[entry], value, f"{entry}={value}")
+    return values
+
+
+def _nearest(name: str, known: Mapping[str, str]) -> str:
+    """ "; do you mean kv-pages?", or nothing where no known name is near."""
+    found = difflib.get_close_matches(name.replace("_", "-") if name.islower() else name, known, n=1, cutoff=0.6)
+    return f"; do you mean {found[0]}?" if found else ""
+
+
+def _read_secret(path: Path) -> bytes:
+    try:
+        mode = path.stat().st_mode
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"--secret-file {path}: {error.strerror}") from None
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ConfigError(f"--secret-file {path}: everyone on this host can read it; run chmod 600 {path}")
+    if not secret:
+        raise ConfigError(f"--secret-file {path}: is empty; write a secret to it, such as openssl rand -hex 32 gives")
+    return secret
