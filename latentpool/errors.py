@@ -25,7 +25,13 @@ class LatentPoolError(Exception):
 
 
 class RequestError(LatentPoolError):
-    """The request is malformed or names values that are not allowed."""
+    """The request is malformed or names values that are not allowed. `field` is the path of the field at fault ("" if none),
+    `numbers` the message's numbers for programs; both travel in the status details."""
+
+    def __init__(self, message: str, field: str = "", **numbers: int | float) -> None:
+        super().__init__(message)
+        self.field = field
+        self.numbers = numbers
 
 
 class NotServedError(RequestError):

@@ -287,11 +287,14 @@ class Prompt(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     LOGITS_FIELD_NUMBER: _builtins.int
+    FOLLOWING_FIELD_NUMBER: _builtins.int
     lane: _builtins.int
     start: _builtins.int
     last: _builtins.bool
     """The last chunk: sample the first token of the reply."""
     logits: Global___Logits.ValueType
+    following: _builtins.int
+    """The token after the chunk, for the score of its last row. Absent: unknown."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -302,12 +305,15 @@ class Prompt(_message.Message):
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         last: _builtins.bool = ...,
         logits: Global___Logits.ValueType = ...,
+        following: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_following", b"_following", "following", b"following"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lane", b"lane", "last", b"last", "logits", b"logits", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_following", b"_following", "following", b"following", "lane", b"lane", "last", b"last", "logits", b"logits", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__following: _TypeAlias = _typing.Literal["following"]  # noqa: Y015
+    _WhichOneofArgType__following: _TypeAlias = _typing.Literal["_following", b"_following"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__following) -> _WhichOneofReturnType__following | None: ...
 
 Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
 
@@ -321,6 +327,7 @@ class Decode(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     FORCED_FIELD_NUMBER: _builtins.int
     LOGITS_FIELD_NUMBER: _builtins.int
+    FOLLOWING_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     logits: Global___Logits.ValueType
     @_builtins.property
@@ -329,6 +336,10 @@ class Decode(_message.Message):
     def forced(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens to feed instead of sampled ones, lane-major [lanes, rows]; empty: one row, the last sampled token."""
 
+    @_builtins.property
+    def following(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The token after each lane's window, for the score of its last row: one a lane, or empty where unknown."""
+
     def __init__(
         self,
         *,
@@ -336,10 +347,11 @@ class Decode(_message.Message):
         rows: _builtins.int = ...,
         forced: _abc.Iterable[_builtins.int] | None = ...,
         logits: Global___Logits.ValueType = ...,
+        following: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forced", b"forced", "lanes", b"lanes", "logits", b"logits", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["following", b"following", "forced", b"forced", "lanes", b"lanes", "logits", b"logits", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,22 +40,26 @@ class Table(_Frame):
 
 
 class Prompt(_Frame):
-    """A chunk of a prompt: tokens at positions start.. (a multiple of 64). logits: 0 none, 1 scores, 2 also raw."""
+    """A chunk of a prompt: tokens at positions start.. (a multiple of 64). logits: 0 none, 1 scores, 2 also raw.
+    following: the token after the chunk, for the score of its last row; -1 unknown."""
 
     lane: int
     start: int
     tokens: list[int]
     last: bool
     logits: int = 0
+    following: int = -1
 
 
 class Decode(_Frame):
-    """A window of `rows` rows a lane; `forced` tokens lane-major, or empty: one row, the last sampled token."""
+    """A window of `rows` rows a lane; `forced` tokens lane-major, or empty: one row, the last sampled token.
+    following: the token after each lane's window, for the score of its last row; empty where unknown."""
 
     lanes: list[int]
     rows: int
     forced: list[int]
     logits: int = 0
+    following: list[int] = []
 
 
 class Free(_Frame):
