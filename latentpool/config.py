@@ -13,7 +13,7 @@ import math
 import os
 import stat
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -353,3 +353,17 @@ def _read_secret(path: Path) -> bytes:
     if not secret:
         raise ConfigError(f"--secret-file {path}: is empty; write a secret to it, such as openssl rand -hex 32 gives")
     return secret
+
+
+def as_flags(settings: Settings, names: Iterable[str]) -> list[str]:
+    """The flags that give another latentpool command the same values; settings that are None are left out."""
+    flags: list[str] = []
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, bool):
+            flags.append(flag(name) if value else f"--no-{key(name)}")
+        elif isinstance(value, tuple):
+            flags += [flag(name), " ".join(map(str, value))] if value else []
+        elif value is not None:
+            flags += [flag(name), str(value)]
+    return flags

@@ -1,0 +1,36 @@
+"""The `latentpool` application: every command group, under one help text."""
+
+from __future__ import annotations
+
+import typer
+
+from latentpool.cli import plan
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+
+@app.callback()
+def latentpool() -> None:
+    """Serves GLM-5.3-Flash on 2 to 8 ranks whose memory is one pool of latent pages.
+
+    \b
+    latentpool demo                              two ranks on this machine, one reply
+    latentpool plan --model DIR --room 15.2GiB   what would fit, from config.json alone
+    latentpool up --model DIR --ranks 2          a whole group on this machine
+    latentpool generate "Once upon a time"       a reply from it
+    latentpool pages                             a picture of its pool
+
+    Every setting is a flag (--kv-pages), an environment variable (LATENTPOOL_KV_PAGES) and a key of one TOML file
+    (kv-pages in ./latentpool.toml or --config); the first one that is given counts.
+
+    Exit codes: 0 ok, 1 failed or refused, 2 wrong usage, 130 interrupted.
+    """
+
+
+app.command("plan")(plan.plan)
