@@ -1,0 +1,46 @@
+"""Sums and functions that other operations share. Everything is float32 and contiguous.
+
+Bits must not depend on shape or position, so elementwise functions see contiguous arrays only, and the only reductions are
+dot products of NumPy over the last axis (one BLAS call a row, its length fixed by the geometry).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kernels.rows import Array
+
+ONE = np.float32(1.0)
+
+
+def sigmoid(x: Array, out: Array) -> None:
+    """1 / (1 + exp(-x)); out may be x."""
+    np.negative(x, out=out)
+    with np.errstate(over="ignore"):  # exp(-x) = inf gives 0, which is right
+        np.exp(out, out=out)
+    out += ONE
+    np.divide(ONE, out, out=out)
+
+
+def silu(x: Array, out: Array) -> None:
+    """x / (1 + exp(-x)); out is not x."""
+    np.negative(x, out=out)
+    with np.errstate(over="ignore"):
+        np.exp(out, out=out)
+    out += ONE
+    np.divide(x, out, out=out)
+
+
+def mean_square(x: Array) -> Array:
+    """Mean of squares over the last axis of a contiguous array."""
+    total = np.vecdot(x, x)
+    total /= np.float32(x.shape[-1])
+    return total
+
+
+def ascending_sum(parts: Array) -> Array:
+    """parts[0] + parts[1] + ... over the first axis, in that order."""
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    return total
