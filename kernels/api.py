@@ -110,6 +110,18 @@ class Kernels(Protocol):
     def hyper_mean(self, X: Array, out: Array) -> None:
         """Mean over streams, ascending in f32, rounded once. X compute [T, N, d], out compute [T, d]."""
 
+    def scale(self, x: Array, factor: float, out: Array) -> None:
+        """out = x * factor in f32. x compute, out f32, same shape. The indexer's head weights."""
+
+    # ---- a lane's rings: the rows before a token -------------------------------------------------------------
+
+    def read_ring(self, ring: Array, lanes: Array, positions: Array, out: Array) -> None:
+        """out[i] = ring[lanes[i], positions[i] % n], zeros where positions[i] < 0. ring [lanes, n, width] as `cache` made
+        it, lanes, positions i32 [M], out compute [M, width]."""
+
+    def write_ring(self, rows: Array, ring: Array, lanes: Array, positions: Array) -> None:
+        """ring[lanes[i], positions[i] % n] = rows[i]. rows compute [M, width]; no two rows share a place."""
+
     # ---- KDA (specification 3.4) ---------------------------------------------------------------------------
 
     def kda_conv(self, u: Array, w: Array, out: Array) -> None:

@@ -170,7 +170,7 @@ class Geometry:
         """Bytes a token costs on a rank that keeps everything (replicated pages and windows)."""
         return self.latent_bytes(kv_dtype) + self.index_bytes(kv_dtype)
 
-    def lane_fixed_bytes(self, world: int, rank: int, dtype: str, kv_dtype: str) -> int:
+    def lane_fixed_bytes(self, world: int, rank: int, dtype: str) -> int:
         """`fixed`: what a lane needs on `rank` at any length. KDA state in two parities, conv window, index ring, and
         the KDA inputs of one decode window (to rebuild an accepted prefix)."""
         element = DTYPE_BYTES[dtype]
@@ -179,7 +179,7 @@ class Geometry:
         state = 2 * width * self.kda_head_dim * 4
         conv = self.conv_rows * 3 * width * element
         inputs = R_MAX * (2 * width * element + width * 4 + heads * 4)
-        ring = self.ring_rows * 2 * self.index_dim * (4 if kv_dtype == "f32" else 2)
+        ring = self.ring_rows * 2 * self.index_dim * element
         return len(self.kda_layers) * (state + conv + inputs) + self.index_layers * ring
 
     @property

@@ -1,0 +1,42 @@
+"""What the sub-layers of one forward pass share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kernels.api import Kernels
+from kernels.rows import Array
+from latentpool.geometry import Geometry
+from services.rank_worker.arena import Arena
+from services.rank_worker.digest import Digest
+from services.rank_worker.model.batch import Batch
+from services.rank_worker.model.sums import Sums
+from services.rank_worker.model.workspace import Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """T_t of every row, as kernels.api.select gives it: lists i32 [T, Lmax], counts i32 [T]."""
+
+    lists: Array
+    counts: Array
+
+
+@dataclass(slots=True)
+class Pass:
+    """One forward pass of one batch. `selection` is the newest full MLA layer's, for the shared layers after it."""
+
+    geometry: Geometry
+    kernels: Kernels
+    arena: Arena
+    workspace: Workspace
+    sums: Sums
+    batch: Batch
+    digest: Digest
+    tick: Callable[[], None]
+    selection: Selection | None = None
+
+    def take(self, name: str) -> Array:
+        """Scratch of one row a batch row."""
+        return self.workspace.take(name, self.batch.total)

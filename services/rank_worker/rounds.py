@@ -1,0 +1,234 @@
+"""Executes rounds: the operations of one round in order, on this rank (design section 7).
+
+Positions, last tokens and parities of lanes live here and advance alike on every rank. An operation that does not fit the
+lanes' state is a fault of the router and ends the epoch: ranks must never guess.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernels.api import Kernels, Path
+from kernels.rows import Array
+from latentpool.errors import EpochError
+from latentpool.geometry import BLOCK, R_MAX, Geometry
+from services.rank_worker import frames
+from services.rank_worker.arena import Arena
+from services.rank_worker.digest import Digest
+from services.rank_worker.exchange.base import Exchange
+from services.rank_worker.model.batch import Batch, decode_batch, prompt_batch
+from services.rank_worker.model.model import Model
+from services.rank_worker.model.pass_ import Pass
+from services.rank_worker.model.sums import Link, Sums
+from services.rank_worker.model.workspace import Workspace, workspace_rows
+from services.rank_worker.sample import Draws, Sampler
+
+RAW_LOGITS = 2
+
+
+@dataclass(slots=True)
+class Lane:
+    """A lane's running conversation. position: rows written so far; parity: which KDA state is committed."""
+
+    conversation: int
+    temperature: float
+    top_k: int
+    seed: int
+    position: int = 0
+    last_token: int = -1
+    parity: int = 0
+
+
+class Rounds:
+    """One rank's executor. Prepares its link channels when made, so every rank makes it at the same point.
+
+    shapes_of: (world, rank) whose shapes the weights have, where that is not the exchange's (the numerics digest runs
+    rank 0's shapes of a group alone).
+    """
+
+    def __init__(
+        self, geometry: Geometry, kernels: Kernels, model: Model, arena: Arena, exchange: Exchange, *, chunk_rows: int,
+        deadline: float, tick: Callable[[], None], shapes_of: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.geometry = geometry
+        self.arena = arena
+        self._kernels = kernels
+        self._model = model
+        self._tick = tick
+        self._chunk_rows = chunk_rows
+        self._link = Link(exchange, deadline)
+        world, rank = shapes_of or (exchange.world, exchange.rank)
+        rows = workspace_rows(geometry, chunk_rows, arena.lanes)
+        self._workspace = Workspace(geometry, kernels, world, rank, rows)
+        self._sums = Sums(kernels, self._link, max(chunk_rows, R_MAX * arena.lanes), geometry.hidden)
+        self._sampler = Sampler(kernels, self._link, model.vocabulary.start, BLOCK)
+        self._columns = model.vocabulary.stop - model.vocabulary.start
+        self._logits = kernels.empty((BLOCK, self._columns), "compute")
+        self._lanes: list[Lane | None] = [None] * arena.lanes
+
+    def execute(self, round_: frames.Round) -> frames.RoundResult:
+        """Runs a round. Raises LinkError when the link fails, EpochError naming round and operation for anything else."""
+        start = time.perf_counter()
+        results = []
+        for number, operation in enumerate(round_.operations):
+            try:
+                results.append(self._run(operation))
+            except (ValueError, IndexError) as error:
+                kind = type(operation).__name__.lower()
+                raise EpochError(f"round {round_.seq}, operation {number} ({kind}): {error}") from error
+            self._tick()
+        exchange = self._link.take_seconds()
+        return frames.RoundResult(round_.seq, results, time.perf_counter() - start - exchange, exchange)
+
+    def _run(self, operation: frames.Operation) -> frames.OperationResult:
+        digest = Digest(type(operation).__name__)
+        tokens: list[int] = []
+        scores: frames.Scores | None = None
+        match operation:
+            case frames.Bind():
+                self._bind(operation)
+                digest.integers(operation.lane, operation.conversation, operation.seed, operation.top_k)
+            case frames.Table():
+                self.arena.map(operation.lane, operation.first_slot, operation.pages)
+                digest.integers(operation.lane, operation.first_slot, *operation.pages)
+            case frames.Prompt():
+                tokens, scores = self._prompt(operation, digest)
+            case frames.Decode():
+                tokens, scores = self._decode(operation, digest)
+            case frames.Free():
+                self._lane(operation.lane)
+                self._lanes[operation.lane] = None
+                self.arena.clear(operation.lane)
+                digest.integers(operation.lane)
+            case frames.Ping():
+                pass
+        digest.integers(*tokens)
+        return frames.OperationResult(digest.value(), tokens, scores)
+
+    # ---- operations --------------------------------------------------------------------------------------------
+
+    def _bind(self, operation: frames.Bind) -> None:
+        if not 0 <= operation.lane < len(self._lanes):
+            raise ValueError(f"lane {operation.lane}: the plan has {len(self._lanes)}")
+        if self._lanes[operation.lane] is not None:
+            raise ValueError(f"lane {operation.lane} is taken")
+        self.arena.clear(operation.lane)
+        self._lanes[operation.lane] = Lane(operation.conversation, operation.temperature, operation.top_k, operation.seed)
+
+    def _prompt(self, operation: frames.Prompt, digest: Digest) -> tuple[list[int], frames.Scores | None]:
+        lane = self._lane(operation.lane)
+        count = len(operation.tokens)
+        if operation.start != lane.position or operation.start % BLOCK:
+            raise ValueError(f"start {operation.start}: the lane is at {lane.position}, chunks start at multiples of {BLOCK}")
+        if not 0 < count <= self._chunk_rows or (count % BLOCK and not operation.last):
+            raise ValueError(f"{count} tokens: 1 to {self._chunk_rows}, a multiple of {BLOCK} unless the last chunk")
+        self._check_tokens(operation.tokens)
+        digest.integers(operation.lane, operation.start, *operation.tokens)
+        batch = prompt_batch(self.arena, operation.lane, operation.start, operation.tokens, lane.parity)
+        hidden = self._forward(batch, digest)
+        lane.position += count
+
+        scores = None
+        if operation.logits:
+            following = [*operation.tokens[1:], operation.following]
+            scores = self._score(Path.PROMPT, hidden, following, operation.logits)
+        if not operation.last:
+            return [], scores
+        block = (count - 1) // BLOCK * BLOCK
+        self._model.logits(Path.PROMPT, hidden[block : block + BLOCK], self._logits)
+        row = count - 1 - block
+        tokens = self._sampler.sample(self._logits[row : row + 1], self._draws([lane], [lane.position]))
+        lane.last_token = int(tokens[0])
+        return [lane.last_token], scores
+
+    def _decode(self, operation: frames.Decode, digest: Digest) -> tuple[list[int], frames.Scores | None]:
+        lanes = [self._lane(number) for number in operation.lanes]
+        width = operation.rows
+        if len(set(operation.lanes)) != len(lanes) or not lanes:
+            raise ValueError(f"lanes {operation.lanes}: at least one, each once")
+        if not 1 <= width <= R_MAX:
+            raise ValueError(f"{width} rows: 1 to {R_MAX}")
+        fed = operation.forced or [lane.last_token for lane in lanes]
+        if len(fed) != len(lanes) * width:
+            raise ValueError(f"{len(fed)} tokens for {len(lanes)} lanes of {width} rows")
+        self._check_tokens(fed)
+        digest.integers(width, *operation.lanes, *fed)
+        starts = [lane.position for lane in lanes]
+        batch = decode_batch(self.arena, operation.lanes, starts, fed, width, [lane.parity for lane in lanes])
+        hidden = self._forward(batch, digest)
+
+        scores = None
+        if operation.logits:
+            scores = self._score(Path.DECODE, hidden, self._following(fed, operation.following, width), operation.logits)
+        row_lanes = [lane for lane in lanes for _ in range(width)]
+        draws = self._draws(row_lanes, [int(position) + 1 for position in batch.positions])
+        tokens: list[int] = []
+        for first in range(0, batch.total, BLOCK):
+            piece = slice(first, min(first + BLOCK, batch.total))
+            logits = self._logits[: piece.stop - first]
+            self._model.logits(Path.DECODE, hidden[piece], logits)
+            drawn = Draws(draws.temperature[piece], draws.top_k[piece], draws.seed[piece], draws.position[piece])
+            tokens += self._sampler.sample(logits, drawn).tolist()
+        for number, lane in enumerate(lanes):
+            lane.position += width
+            lane.parity ^= 1
+            lane.last_token = tokens[(number + 1) * width - 1]
+        return tokens, scores
+
+    # ---- parts -------------------------------------------------------------------------------------------------
+
+    def _lane(self, number: int) -> Lane:
+        lane = self._lanes[number] if 0 <= number < len(self._lanes) else None
+        if lane is None:
+            raise ValueError(f"lane {number} runs nothing")
+        return lane
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if min(tokens) < 0 or max(tokens) >= self.geometry.vocab:
+            raise ValueError(f"a token id is outside 0..{self.geometry.vocab - 1}")
+
+    def _forward(self, batch: Batch, digest: Digest) -> Array:
+        p = Pass(self.geometry, self._kernels, self.arena, self._workspace, self._sums, batch, digest, self._tick)
+        return self._model.forward(p)
+
+    @staticmethod
+    def _draws(lanes: Sequence[Lane], positions: Sequence[int]) -> Draws:
+        return Draws(
+            np.array([lane.temperature for lane in lanes], np.float64),
+            np.array([lane.top_k for lane in lanes], np.int32),
+            np.array([lane.seed for lane in lanes], np.uint64),
+            np.array(positions, np.uint64),
+        )
+
+    @staticmethod
+    def _following(fed: Sequence[int], after: Sequence[int], width: int) -> list[int]:
+        """The token after each row of the windows, -1 where it is unknown."""
+        lasts = after or [-1] * (len(fed) // width)
+        return [fed[row + 1] if (row + 1) % width else lasts[row // width] for row in range(len(fed))]
+
+    def _score(self, path: Path, hidden: Array, following: Sequence[int], wanted: int) -> frames.Scores:
+        """This rank's part of the scores of the first len(following) rows, block by block."""
+        k, rows = self._kernels, len(following)
+        targets = np.array(following, np.int32)
+        best, sums = k.empty((rows,), "i32"), k.empty((rows,), "f64")
+        largest, next_ = k.empty((rows,), "f32"), k.empty((rows,), "f32")
+        raw = np.empty((rows if wanted == RAW_LOGITS else 0, self._columns), np.float32)
+        for first in range(0, rows, BLOCK):
+            count = min(BLOCK, rows - first)
+            fed = BLOCK if path is Path.PROMPT else count
+            self._model.logits(path, hidden[first : first + fed], self._logits[:fed])
+            part = slice(first, first + count)
+            logits = self._logits[:count]
+            k.score_rows(
+                logits, self._model.vocabulary.start, targets[part], largest[part], sums[part], best[part], next_[part]
+            )
+            if wanted == RAW_LOGITS:
+                raw[part] = k.host(logits)
+        return frames.Scores(
+            k.host(largest).tobytes(), k.host(sums).tobytes(), k.host(best).astype(np.uint32).tobytes(),
+            k.host(next_).tobytes(), raw.tobytes(),
+        )  # fmt: skip
