@@ -38,6 +38,8 @@ _FIXED: tuple[tuple[str, object], ...] = (
 
 def read_geometry(config: Mapping[str, Any]) -> Geometry:
     """Builds the Geometry of a parsed config.json (nested under `text_config`, or flat). Raises GeometryError."""
+    if not isinstance(config, Mapping):
+        raise GeometryError("the file is not a JSON object")
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise GeometryError("text_config is not an object")
@@ -178,8 +180,8 @@ class _Reader:
             if len(pattern) != count or set(pattern) - set("FS"):
                 raise GeometryError(f"index_topk_pattern = {pattern!r}: {count} letters F or S are needed")
             return ["full" if letter == "F" else "shared" for letter in pattern]
-        every = int(self.text.get("index_topk_freq") or 1)
-        offset = int(self.text.get("index_skip_topk_offset") or 2)
+        every = self.size("index_topk_freq") if "index_topk_freq" in self.text else 1
+        offset = self.size("index_skip_topk_offset", least=0) if "index_skip_topk_offset" in self.text else 2
         return ["full" if max(i - offset + 1, 0) % every == 0 else "shared" for i in range(count)]
 
     def listed(self, key: str, count: int) -> list[str]:

@@ -97,6 +97,36 @@ def test_parts_of_all_ranks_are_the_whole(case, world):
     assert {name.rsplit(".", 1)[-1] for name in split} >= {"embed", "head", "qkv", "conv", "b_k", "b_v", "o", "gate_up", "down"}
 
 
+@pytest.mark.parametrize(("rank", "heads"), list(enumerate([slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 6)])))
+def test_a_rank_holds_whole_heads(rank, heads):
+    shard, _, _, checkpoint = load("shared_index", 4, rank)  # 6 heads over 4 ranks
+    g, t = checkpoint.geometry, whole_tensors("shared_index")
+
+    def of_heads(array, axis, dim):
+        return np.take(array, range(heads.start * dim, heads.stop * dim), axis)
+
+    equal = np.testing.assert_array_equal
+    kda, mla, dim = shard.blocks[0].attn, shard.blocks[1].attn, g.kda_head_dim
+    at = f"{PREFIX}0.self_attn."
+    equal(kda.qkv, np.concatenate([of_heads(t[f"{at}{x}_proj.weight"], 0, dim) for x in "qkv"]))
+    equal(kda.conv, np.concatenate([of_heads(t[f"{at}{x}_conv1d.weight"], 0, dim)[:, 0] for x in "qkv"]).T)
+    for array, name, axis, width in (
+        (kda.f_b, "f_b_proj.weight", 0, dim),
+        (kda.g_b, "g_b_proj.weight", 0, dim),
+        (kda.dt_bias, "dt_bias", 0, dim),
+        (kda.a_log, "A_log", 0, 1),
+        (kda.b, "b_proj.weight", 0, 1),
+        (kda.o, "o_proj.weight", 1, dim),
+    ):
+        equal(array, of_heads(t[at + name], axis, width))
+    at = f"{PREFIX}1.self_attn."
+    kv_b = t[f"{at}kv_b_proj.weight"].reshape(g.heads, g.nope_dim + g.v_dim, g.latent)[heads]
+    equal(mla.b_k, kv_b[:, : g.nope_dim].transpose(0, 2, 1))
+    equal(mla.b_v, kv_b[:, g.nope_dim :])
+    equal(mla.q_b, of_heads(t[f"{at}q_b_proj.weight"], 0, g.nope_dim))
+    equal(mla.o, of_heads(t[f"{at}o_proj.weight"], 1, g.v_dim))
+
+
 @pytest.mark.parametrize("case", ["tiny", "shared_index", "long_kpool16", "real_ratio"])
 def test_one_rank_holds_the_tensors_of_the_file(case):
     shard, kernels, _, checkpoint = load(case, 1, 0)
