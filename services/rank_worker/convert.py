@@ -1,0 +1,91 @@
+"""Between the wire's protobuf and the engine's frames. The engine never sees protobuf (design section 12)."""
+
+from __future__ import annotations
+
+from latentpool.v1 import pool_manager_pb2, rank_worker_pb2
+from services.rank_worker import frames
+
+
+def round_to_frame(message: rank_worker_pb2.Round) -> frames.Round:
+    """The engine's round. Raises ValueError naming the operation that this build does not know or that holds nothing."""
+    operations: list[frames.Operation] = []
+    for index, operation in enumerate(message.operations, start=1):
+        frame = _operation(operation)
+        if frame is None:
+            raise ValueError(f"round {message.seq}, operation {index} is empty or of a kind that this build does not know")
+        operations.append(frame)
+    return frames.Round(term=message.term, epoch=message.epoch, seq=message.seq, operations=operations)
+
+
+def _operation(message: rank_worker_pb2.Operation) -> frames.Operation | None:
+    match message.WhichOneof("operation"):
+        case "bind":
+            bind = message.bind
+            return frames.Bind(
+                lane=bind.lane,
+                conversation=bind.conversation,
+                temperature=bind.temperature,
+                top_k=bind.top_k,
+                seed=bind.seed,
+            )
+        case "table":
+            table = message.table
+            return frames.Table(lane=table.lane, first_slot=table.first_slot, pages=list(table.pages))
+        case "prompt":
+            prompt = message.prompt
+            return frames.Prompt(
+                lane=prompt.lane,
+                start=prompt.start,
+                tokens=list(prompt.tokens),
+                last=prompt.last,
+                logits=int(prompt.logits),
+            )
+        case "decode":
+            decode = message.decode
+            return frames.Decode(
+                lanes=list(decode.lanes),
+                rows=decode.rows,
+                forced=list(decode.forced),
+                logits=int(decode.logits),
+            )
+        case "free":
+            return frames.Free(lane=message.free.lane)
+        case "ping":
+            return frames.Ping()
+        case None:
+            return None
+
+
+def result_to_proto(frame: frames.RoundResult, with_tokens: bool) -> rank_worker_pb2.RoundResult:
+    """The result as it travels. Every rank samples the same tokens; only rank 0 sends them (`with_tokens`)."""
+    return rank_worker_pb2.RoundResult(
+        seq=frame.seq,
+        results=[_operation_result(result, with_tokens) for result in frame.results],
+        compute_seconds=frame.compute_seconds,
+        exchange_seconds=frame.exchange_seconds,
+    )
+
+
+def _operation_result(frame: frames.OperationResult, with_tokens: bool) -> rank_worker_pb2.OperationResult:
+    scores = frame.scores
+    return rank_worker_pb2.OperationResult(
+        digest=frame.digest,
+        tokens=frame.tokens if with_tokens else (),
+        scores=None if scores is None else _scores(scores),
+    )
+
+
+def _scores(frame: frames.Scores) -> rank_worker_pb2.Scores:
+    return rank_worker_pb2.Scores(max=frame.max, sum=frame.sum, best=frame.best, next=frame.next, raw=frame.raw)
+
+
+def lay_out_to_frame(message: pool_manager_pb2.LayOut) -> frames.LayOut:
+    """What the engine needs to know of the plan."""
+    return frames.LayOut(
+        pages=message.plan.pages,
+        lanes=message.plan.lanes,
+        context=message.plan.context,
+        split=message.plan.split,
+        epoch=message.epoch,
+        link_addresses=list(message.link_addresses),
+    )
