@@ -1,0 +1,223 @@
+"""A whole group on this machine as real processes: started, watched and stopped by one parent, which nothing survives."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from latentpool import config
+from latentpool.cli import services
+from latentpool.config import Settings
+from latentpool.errors import ConfigError, EpochError, SetupError
+
+_PR_SET_PDEATHSIG = 1
+_GRACE = 10.0
+"""Seconds that a child has to stop after SIGTERM, before it is killed."""
+
+Log = Callable[[str, str], None]
+"""Takes a child's name and a line of its stderr."""
+
+
+@dataclass
+class Child:
+    """One service process, in a process group of its own so that a terminal's Ctrl-C reaches only the parent."""
+
+    name: str
+    arguments: list[str]
+    log: Log
+    process: asyncio.subprocess.Process | None = None
+    lines: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=50))
+    reader: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "latentpool.cli",
+            *self.arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            limit=1 << 20,
+            process_group=0,
+            preexec_fn=_end_with(os.getpid()),
+        )
+        self.reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        assert self.process is not None
+        assert self.process.stderr is not None
+        while line := await self.process.stderr.readline():
+            text = line.decode(errors="replace").rstrip()
+            self.lines.append(text)
+            self.log(self.name, text)
+
+    async def ended(self) -> str:
+        """Waits for the process to end by itself; why it did, as far as its last words tell."""
+        assert self.process is not None
+        assert self.reader is not None
+        code = await self.process.wait()
+        # An engine that outlives its front would hold the pipe open.
+        await asyncio.wait({self.reader}, timeout=1.0)
+        said = [line.removeprefix("latentpool: ") for line in self.lines if line.startswith("latentpool: ")]
+        if said:
+            return f"{self.name}: {said[-1]}"
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        last = f"; its last line: {self.lines[-1]}" if self.lines else ""
+        return f"{self.name} ended ({how}){last}"
+
+    async def stop(self) -> None:
+        """Asks the process to stop, then kills its process group. Returns when it is gone."""
+        if self.process is None:
+            return
+        if self.process.returncode is None:
+            self.process.terminate()
+            try:
+                await asyncio.wait_for(self.process.wait(), _GRACE)
+            except TimeoutError:
+                self.log(self.name, f"did not stop within {_GRACE:g} s and is killed")
+        self.kill()
+        await self.process.wait()
+        if self.reader is not None:
+            await asyncio.wait({self.reader}, timeout=1.0)
+            self.reader.cancel()
+
+    def kill(self) -> None:
+        """Kills whatever is left of the process group."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class Group:
+    """Pool manager, workers and router of one group. `settings` has real ports once `start` was called."""
+
+    def __init__(self, settings: Settings, log: Log) -> None:
+        self.settings = settings
+        self._log = log
+        self.children: list[Child] = []
+
+    async def start(self) -> None:
+        """Starts all processes; returns before the group is ready. Raises ConfigError if an address is taken."""
+        self.settings = settings = _with_ports(self.settings)
+        manager = self._child("pool-manager", "pool-manager", settings, services.MANAGER)
+        for rank in range(settings.ranks):
+            self._child(f"rank {rank}", "rank-worker", replace(settings, rank=rank), services.WORKER)
+        self._child("router", "router", settings, services.ROUTER)
+        await manager.start()
+        await self._until_listening(manager, settings.manager_bind)
+        for child in self.children[1:]:
+            await child.start()
+
+    def _child(self, name: str, command: str, settings: Settings, names: tuple[str, ...]) -> Child:
+        child = Child(name, [command, *config.as_flags(settings, names)], self._log)
+        self.children.append(child)
+        return child
+
+    async def _until_listening(self, child: Child, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        assert child.process is not None
+        while child.process.returncode is None:
+            try:
+                _, writer = await asyncio.open_connection(host, int(port))
+            except OSError:
+                await asyncio.sleep(0.05)
+            else:
+                writer.close()
+                return
+        raise SetupError(await child.ended())
+
+    async def failed(self) -> EpochError:
+        """Waits until any process ends by itself; which one, and why."""
+        tasks = [asyncio.create_task(child.ended()) for child in self.children if child.process is not None]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # When one service fails the others follow within moments: the first words with a reason count.
+            await asyncio.wait(tasks, timeout=0.5)
+            reasons = [task.result() for task in tasks if task.done()]
+        finally:
+            for task in tasks:
+                task.cancel()
+        return EpochError("; ".join(reasons))
+
+    async def stop(self) -> None:
+        """Stops router, pool manager, workers, in this order; nothing is left of them. Idempotent."""
+        order = [child for child in self.children if child.name == "router"]
+        order += [child for child in self.children if child.name == "pool-manager"]
+        for child in order:
+            await child.stop()
+        await asyncio.gather(*(child.stop() for child in self.children if child not in order))
+
+    def kill(self) -> None:
+        for child in self.children:
+            child.kill()
+
+
+def _end_with(parent: int) -> Callable[[], None]:
+    """Runs in the child before exec: the kernel sends it SIGTERM when the parent dies, however it dies."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def before_exec() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return before_exec
+
+
+def _with_ports(settings: Settings) -> Settings:
+    """The same settings with every port 0 replaced by a free one. Raises ConfigError if an address is taken."""
+    with _Ports() as ports:
+        manager = ports.take(settings.manager_bind, "pool manager")
+        router = ports.take(settings.router_bind, "router")
+        host, _, port = settings.worker_bind.rpartition(":")
+        base = int(port) or ports.free_run(host, settings.ranks)
+        for rank in range(settings.ranks):
+            ports.take(f"{host}:{base + rank}", f"rank {rank}")
+    return replace(
+        settings, manager_bind=manager, manager=manager, router_bind=router, address=router, worker_bind=f"{host}:{base}"
+    )
+
+
+class _Ports:
+    """Holds ports until all are chosen, so that no two services get the same one."""
+
+    def __enter__(self) -> _Ports:
+        self._sockets: list[socket.socket] = []
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for held in self._sockets:
+            held.close()
+
+    def take(self, address: str, who: str) -> str:
+        host, _, port = address.rpartition(":")
+        held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            held.close()
+            raise ConfigError(
+                f"{who} cannot listen on {address}: {(error.strerror or str(error)).lower()} (another latentpool, perhaps?); "
+                f"choose other addresses with --router-bind, --manager-bind and --worker-bind"
+            ) from None
+        self._sockets.append(held)
+        return f"{host}:{held.getsockname()[1]}"
+
+    def free_run(self, host: str, count: int) -> int:
+        """The first of `count` free ports in a row."""
+        for base in range(20_000 + os.getpid() % 10_000, 60_000, count):
+            with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+                for port in range(base, base + count):
+                    held.enter_context(socket.create_server((host.strip("[]"), port)))
+                return base
+        raise ConfigError(f"{count} free ports in a row were not found on {host}")
