@@ -297,7 +297,7 @@ def _parse(name: str, value: object, given: str) -> Any:
 def _config_file(environment: Mapping[str, str], file: Path | None) -> Path | None:
     stated = file or (Path(value) if (value := environment.get(ENV_PREFIX + "CONFIG")) else None)
     if stated is not None:
-        if not stated.is_file():
+        if not stated.exists():
             source = "--config" if file else "LATENTPOOL_CONFIG"
             raise ConfigError(f"{source} {stated}: no such file")
         return stated

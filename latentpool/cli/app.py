@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from latentpool.cli import plan
+from latentpool.cli import plan, pool, services, up
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,4 +33,13 @@ def latentpool() -> None:
     """
 
 
-app.command("plan")(plan.plan)
+_RUN, _USE, _LOOK = "Run a group", "Use a group", "Look and check"
+
+app.command("up", rich_help_panel=_RUN)(up.up)
+app.command("router", rich_help_panel=_RUN)(services.router)
+app.command("pool-manager", rich_help_panel=_RUN)(services.pool_manager)
+app.command("rank-worker", rich_help_panel=_RUN)(services.rank_worker)
+app.command("plan", rich_help_panel=_LOOK)(plan.plan)
+app.command("pages", rich_help_panel=_LOOK)(pool.pages)
+app.command("conversations", rich_help_panel=_LOOK)(pool.conversations)
+app.command("ranks", rich_help_panel=_LOOK)(pool.ranks)

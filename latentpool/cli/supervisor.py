@@ -47,6 +47,7 @@ class Child:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             limit=1 << 20,
+            env=_only_flags(),
             process_group=0,
             preexec_fn=_end_with(os.getpid()),
         )
@@ -159,6 +160,12 @@ class Group:
     def kill(self) -> None:
         for child in self.children:
             child.kill()
+
+
+def _only_flags() -> dict[str, str]:
+    """An environment in which a child takes its settings from its flags alone: they hold all that the parent has read."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(config.ENV_PREFIX)}
+    return kept | {config.ENV_PREFIX + "CONFIG": os.devnull}
 
 
 def _end_with(parent: int) -> Callable[[], None]:

@@ -1,0 +1,215 @@
+"""`latentpool up`: a whole group on this machine, in view of one terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc.aio
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.text import Text
+
+from latentpool import net
+from latentpool.cli import services
+from latentpool.cli.calls import admin, until_serving
+from latentpool.cli.options import takes
+from latentpool.cli.supervisor import Group, Log
+from latentpool.config import Settings
+from latentpool.errors import LatentPoolError
+from latentpool.geometry import Geometry
+from latentpool.units import format_tokens
+from latentpool.v1 import plan_pb2, pool_admin_pb2
+from services.rank_worker.memory import default_budget
+
+_ONE_SERVICE = ("manager", "rank", "advertise")
+UP = tuple(n for n in dict.fromkeys(services.WORKER + services.MANAGER + services.ROUTER) if n not in _ONE_SERVICE)
+_POLL = 0.2
+
+
+@takes(*UP, "drafts", "log_dir", needs=("model",))
+def up(settings: Settings) -> None:
+    """A whole group on this machine: pool manager, rank workers and router. Ctrl-C stops it, and nothing is left.
+
+    \b
+    latentpool up --model DIR
+    latentpool up --model DIR --ranks 3 --context 128k --parallel 4 --memory 40GiB
+    latentpool up --model DIR --log-dir logs --router-bind 127.0.0.1:8000
+    """
+    console = Console(stderr=True)
+    settings = checked(settings, console)
+
+    async def serve(group: Group) -> None:
+        console.print(_ready(group.settings, await _plan(group.settings)))
+        await asyncio.Event().wait()
+
+    with child_log(console, settings.log_dir) as log:
+        asyncio.run(run_group(settings, console, log, serve))
+
+
+def checked(settings: Settings, console: Console) -> Settings:
+    """What can be refused before anything is started, and each rank's memory. Raises SetupError."""
+    assert settings.model is not None
+    geometry = Geometry.from_file(settings.model)
+    geometry.check_world(settings.ranks)
+    services.served_kv_cache(settings)
+    _ = settings.secret
+    if geometry.draft_layers and settings.drafts:
+        console.print("note: the draft layer is not run yet; serving as with --no-drafts", highlight=False)
+    memory = settings.memory or default_budget() // settings.ranks
+    return replace(settings, model=settings.model.resolve(), memory=memory)
+
+
+async def run_group(settings: Settings, console: Console, log: Log, work: Callable[[Group], Awaitable[None]]) -> None:
+    """Starts a group, waits until it serves, runs `work`, stops the group. SIGINT, SIGTERM and SIGHUP stop it at any moment;
+    before it serves they raise KeyboardInterrupt. Raises SetupError or EpochError if a process ends by itself."""
+    group = Group(settings, log)
+    signals = 0
+    interrupted = asyncio.Event()
+
+    def on_signal() -> None:
+        nonlocal signals
+        signals += 1
+        interrupted.set()
+        if signals > 1:
+            group.kill()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    serving = asyncio.Event()
+    life = asyncio.create_task(_life(group, console, serving, work))
+    stopping = asyncio.create_task(interrupted.wait())
+    try:
+        await asyncio.wait({life, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not interrupted.is_set():
+            await life
+        elif not serving.is_set():
+            raise KeyboardInterrupt
+    finally:
+        stopping.cancel()
+        life.cancel()
+        await asyncio.wait({life})
+        await group.stop()
+
+
+async def _life(group: Group, console: Console, serving: asyncio.Event, work: Callable[[Group], Awaitable[None]]) -> None:
+    await group.start()
+
+    async def serve() -> None:
+        async with net.channel(group.settings.manager) as channel:
+            await _until_ready(channel, group.settings, console)
+        serving.set()
+        await work(group)
+
+    failed = asyncio.create_task(group.failed())
+    working = asyncio.create_task(serve())
+    try:
+        await asyncio.wait({failed, working}, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done() and not (working.done() and working.exception() is None):
+            raise failed.result()
+        await working
+    except grpc.aio.AioRpcError as error:
+        # A service that dies takes its calls along: say which one died, if one did.
+        with contextlib.suppress(TimeoutError):
+            raise await asyncio.wait_for(asyncio.shield(failed), 2.0) from None
+        raise LatentPoolError(error.details() or error.code().name) from None
+    finally:
+        for task in (failed, working):
+            task.cancel()
+        await asyncio.wait({failed, working})
+
+
+async def _until_ready(channel: grpc.aio.Channel, settings: Settings, console: Console) -> None:
+    """Shows how the ranks load, until the router serves."""
+    ready = asyncio.create_task(until_serving(settings.address))
+    try:
+        async with _loading(settings.ranks, console) as show:
+            while not ready.done():
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    show(await admin(channel).GetRanks(pool_admin_pb2.GetRanksRequest(), timeout=5))
+                await asyncio.wait({ready}, timeout=_POLL)
+        await ready
+    finally:
+        ready.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _loading(ranks: int, console: Console) -> AsyncIterator[Callable[[pool_admin_pb2.GetRanksResponse], None]]:
+    """A bar a rank: bytes and bytes a second. Nothing is drawn where stderr is not a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, TextColumn("{task.fields[state]}"), console=console, disable=not console.is_terminal) as bars:
+        tasks: list[TaskID] = [bars.add_task(f"rank {rank}", total=None, state="starting") for rank in range(ranks)]
+
+        def show(reply: pool_admin_pb2.GetRanksResponse) -> None:
+            for entry in reply.ranks:
+                total = entry.total_bytes or None
+                bars.update(tasks[entry.rank], completed=entry.loaded_bytes, total=total, state=entry.state)
+
+        yield show
+
+
+async def _plan(settings: Settings) -> plan_pb2.Plan:
+    async with net.channel(settings.manager) as channel:
+        return (await admin(channel).GetPlan(pool_admin_pb2.GetPlanRequest(), timeout=10)).plan
+
+
+def _ready(settings: Settings, plan: plan_pb2.Plan) -> Panel:
+    defaults = Settings()
+    router = "" if settings.address == defaults.address else f" --address {settings.address}"
+    manager = "" if settings.manager == defaults.manager else f" --manager {settings.manager}"
+    kind = "pages" if plan.paged else "windows"
+    rows = format_tokens(plan.stream_pages * plan.page_rows)
+    note = [f"note: {plan.note}"] if plan.note else []
+    lines = [
+        f"router {settings.address}, pool manager {settings.manager}, {settings.ranks} ranks",
+        f"{kind}: {rows} tokens in all, {format_tokens(plan.context)} a conversation, {plan.lanes} at a time",
+        *note,
+        "",
+        f'latentpool generate "Once upon a time"{router}',
+        f"latentpool pages{manager}",
+        "",
+        "Ctrl-C stops the group.",
+    ]
+    return Panel(Text("\n".join(lines)), title="ready", title_align="left", expand=False)
+
+
+@contextlib.contextmanager
+def child_log(console: Console, log_dir: Path | None) -> Iterator[Log]:
+    """Where lines of the services go: a file each in `log_dir`, else stderr: readable on a terminal, as they are otherwise."""
+    if log_dir is None:
+        yield lambda name, line: console.print(_readable(name, line, console.is_terminal), soft_wrap=True)
+        return
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as files:
+        opened = {}
+
+        def write(name: str, line: str) -> None:
+            if name not in opened:
+                path = log_dir / f"{name.replace(' ', '-')}.log"
+                opened[name] = files.enter_context(path.open("a", encoding="utf-8", buffering=1))
+            opened[name].write(line + "\n")
+
+        yield write
+
+
+def _readable(name: str, line: str, terminal: bool) -> Text:
+    """A JSON log line as time, service, event and values; other lines behind the service's name."""
+    try:
+        entry = json.loads(line)
+        assert isinstance(entry, dict)
+    except (ValueError, AssertionError):
+        return Text(f"{name:>12} {line}")
+    if not terminal:
+        return Text(line)
+    time, level, event = (str(entry.pop(key, "")) for key in ("timestamp", "level", "event"))
+    for known in ("service", "rank"):
+        entry.pop(known, None)
+    text = Text(f"{time[11:19]} ", "dim").append(f"{name:>12} ", "bold")
+    text.append(event, {"warning": "yellow", "error": "red"}.get(level, ""))
+    return text.append("".join(f" {key}={value}" for key, value in entry.items()), "dim")
