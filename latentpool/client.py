@@ -1,0 +1,170 @@
+"""A thin typed asyncio client: the router's calls, and a pool manager's reading calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from latentpool import net
+from latentpool.errors import BusyError, EpochError, LatentPoolError, NotServedError, RequestError
+from latentpool.sampling import Sampling
+from latentpool.v1 import plan_pb2, pool_admin_pb2, pool_admin_pb2_grpc, router_pb2, router_pb2_grpc
+
+GenerateEvent = router_pb2.Waiting | router_pb2.Filling | router_pb2.Chunk | router_pb2.Completion
+ScoreEvent = router_pb2.Waiting | router_pb2.ScoredRows | router_pb2.Completion
+
+_ERRORS: dict[grpc.StatusCode, type[LatentPoolError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: RequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: NotServedError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: BusyError,
+    grpc.StatusCode.UNAVAILABLE: EpochError,
+}
+
+T = TypeVar("T")
+Self = TypeVar("Self", bound="_Caller")
+
+
+class _Caller:
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = net.channel(address)
+
+    async def close(self) -> None:
+        """Ends all calls and releases the channel."""
+        await self._channel.close()
+
+    async def __aenter__(self: Self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+
+    def _error(self, error: grpc.aio.AioRpcError) -> LatentPoolError:
+        details = error.details() or error.code().name
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return LatentPoolError(f"{self.address} did not answer in the time given")
+        return _ERRORS.get(error.code(), LatentPoolError)(details)
+
+
+class Client(_Caller):
+    """Calls of a router at host:port. Every call raises RequestError, NotServedError (this group never can), BusyError (not
+    now) or EpochError (the group is not ready, ended, or nothing answers there), in the router's words; `deadline` is in
+    seconds."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._stub: router_pb2_grpc.RouterAsyncStub = router_pb2_grpc.RouterStub(self._channel)
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        request_id: str = "",
+        deadline: float | None = None,
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Streams the reply to a text or to token ids: Waiting, Filling and Chunk events, then one Completion. Closing the
+        iterator cancels the request."""
+        request = router_pb2.GenerateRequest(request_id=request_id, sampling=(sampling or Sampling()).to_proto())
+        _set_prompt(request, prompt)
+        async with aclosing(self._stream(self._stub.Generate(request, timeout=deadline))) as responses:
+            async for response in responses:
+                yield getattr(response, response.WhichOneof("event"))
+
+    async def score(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        decode_from: int | None = None,
+        raw_logits: bool = False,
+        request_id: str = "",
+        deadline: float | None = None,
+    ) -> AsyncGenerator[ScoreEvent, None]:
+        """Streams ScoredRows in order of position, then one Completion. Tokens from `decode_from` on are computed on the
+        decode path."""
+        request = router_pb2.ScoreRequest(request_id=request_id, decode_from=decode_from, raw_logits=raw_logits)
+        _set_prompt(request, prompt)
+        async with aclosing(self._stream(self._stub.Score(request, timeout=deadline))) as responses:
+            async for response in responses:
+                yield getattr(response, response.WhichOneof("event"))
+
+    async def tokenize(self, text: str, deadline: float | None = None) -> list[int]:
+        response = await self._call(self._stub.Tokenize(router_pb2.TokenizeRequest(text=text), timeout=deadline))
+        return list(response.token_ids)
+
+    async def get_model(self, deadline: float | None = None) -> router_pb2.GetModelResponse:
+        return await self._call(self._stub.GetModel(router_pb2.GetModelRequest(), timeout=deadline))
+
+    async def wait_ready(self, seconds: float) -> router_pb2.GetModelResponse:
+        """Waits until the group serves. Raises EpochError with what it still waits for after that many seconds."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while True:
+            try:
+                return await self.get_model(deadline=5.0)
+            except LatentPoolError as error:
+                if loop.time() >= until:
+                    raise EpochError(f"{self.address} is not ready after {seconds:g} s: {error}") from None
+            await asyncio.sleep(0.05)
+
+    async def _stream(self, call: Any) -> AsyncGenerator[Any, None]:
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        finally:
+            call.cancel()
+
+
+class AdminClient(_Caller):
+    """Reading calls of a pool manager at host:port. Errors as Client's."""
+
+    def __init__(self, address: str, timeout: float = 10.0) -> None:
+        super().__init__(address)
+        self._timeout = timeout
+        self._stub: pool_admin_pb2_grpc.PoolAdminAsyncStub = pool_admin_pb2_grpc.PoolAdminStub(self._channel)
+
+    async def get_plan(self) -> plan_pb2.Plan:
+        response = await self._call(self._stub.GetPlan(pool_admin_pb2.GetPlanRequest(), timeout=self._timeout))
+        return response.plan
+
+    async def list_pages(self) -> pool_admin_pb2.ListPagesResponse:
+        return await self._call(self._stub.ListPages(pool_admin_pb2.ListPagesRequest(), timeout=self._timeout))
+
+    async def list_conversations(self) -> list[pool_admin_pb2.ConversationInfo]:
+        request = pool_admin_pb2.ListConversationsRequest()
+        return list((await self._call(self._stub.ListConversations(request, timeout=self._timeout))).conversations)
+
+    async def get_ranks(self) -> pool_admin_pb2.GetRanksResponse:
+        return await self._call(self._stub.GetRanks(pool_admin_pb2.GetRanksRequest(), timeout=self._timeout))
+
+    async def check_integrity(self) -> list[str]:
+        """What is wrong with the books; empty where they are whole."""
+        request = pool_admin_pb2.CheckIntegrityRequest()
+        return list((await self._call(self._stub.CheckIntegrity(request, timeout=self._timeout))).violations)
+
+
+def _set_prompt(request: router_pb2.GenerateRequest | router_pb2.ScoreRequest, prompt: str | Sequence[int]) -> None:
+    try:
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+            request.token_ids.SetInParent()
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"prompt: {error}", field="prompt") from None

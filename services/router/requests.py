@@ -1,0 +1,106 @@
+"""Reads requests: what is not allowed is refused here, by name and with numbers, before a stream starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from latentpool.errors import NotServedError, RequestError
+from latentpool.geometry import Geometry
+from latentpool.sampling import Sampling
+from latentpool.v1 import router_pb2
+from services.router.conversations import Scoring
+from services.router.text import Texts
+
+MAX_REQUEST_ID = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What requests are checked against. `context` in tokens."""
+
+    context: int
+    geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request that may run. `tokens` is uint32 [prompt]."""
+
+    request_id: str
+    tokens: npt.NDArray[np.uint32]
+    sampling: Sampling
+    scoring: Scoring | None = None
+
+
+async def read_generate(request: router_pb2.GenerateRequest, limits: Limits, texts: Texts) -> Accepted:
+    """Raises RequestError, or NotServedError where prompt and max_tokens exceed the context."""
+    sampling = Sampling.from_proto(request.sampling)
+    sampling.check(limits.geometry.vocab)
+    tokens = await _prompt(request, limits, texts)
+    _check_context(len(tokens), sampling.max_tokens, limits.context)
+    return Accepted(request.request_id, tokens, sampling)
+
+
+async def read_score(request: router_pb2.ScoreRequest, limits: Limits, texts: Texts) -> Accepted:
+    """Raises RequestError, or NotServedError where the tokens exceed the context."""
+    tokens = await _prompt(request, limits, texts)
+    decode_from = request.decode_from if request.HasField("decode_from") else len(tokens)
+    if not 1 <= decode_from <= len(tokens):
+        raise RequestError(
+            f"decode_from = {decode_from}: 1 to {len(tokens)}, the number of tokens", field="decode_from", tokens=len(tokens)
+        )
+    if len(tokens) > limits.context:
+        raise NotServedError(
+            f"{len(tokens)} tokens to score: this group serves --context {limits.context}",
+            field="prompt",
+            tokens=len(tokens),
+            context=limits.context,
+        )
+    return Accepted(request.request_id, tokens, Sampling(), Scoring(decode_from, request.raw_logits))
+
+
+def _check_context(prompt: int, max_tokens: int | None, context: int) -> None:
+    numbers = {"prompt_tokens": prompt, "context": context}
+    if prompt >= context:
+        raise NotServedError(
+            f"a prompt of {prompt} tokens leaves no room for a reply: this group serves --context {context}",
+            field="prompt",
+            **numbers,
+        )
+    if max_tokens is not None and prompt + max_tokens > context:
+        raise NotServedError(
+            f"a prompt of {prompt} tokens and max_tokens = {max_tokens} make {prompt + max_tokens} tokens: this group serves "
+            f"--context {context}",
+            field="sampling.max_tokens",
+            max_tokens=max_tokens,
+            **numbers,
+        )
+
+
+async def _prompt(
+    request: router_pb2.GenerateRequest | router_pb2.ScoreRequest, limits: Limits, texts: Texts
+) -> npt.NDArray[np.uint32]:
+    if len(request.request_id) > MAX_REQUEST_ID:
+        raise RequestError(f"request_id has {len(request.request_id)} characters: at most {MAX_REQUEST_ID}", field="request_id")
+    is_text = request.HasField("text")
+    ids: Sequence[int] = await texts.encode(request.text) if is_text else request.token_ids.ids
+    if not ids:
+        raise RequestError("the prompt is empty: send text or token_ids with at least one token", field="prompt")
+    tokens = await texts.work(lambda: np.array(ids, dtype=np.uint32))
+    geometry = limits.geometry
+    where = "the text's token" if is_text else "token_ids"
+    field = "text" if is_text else "token_ids.ids"
+    _refuse(tokens >= geometry.vocab, tokens, where, field, f"ids of this model are 0 to {geometry.vocab - 1}")
+    images = np.isin(tokens, np.array(geometry.image_ids, dtype=np.uint32))
+    _refuse(images, tokens, where, field, "an image or video token, and this build serves text only")
+    return tokens
+
+
+def _refuse(wrong: npt.NDArray[np.bool_], tokens: npt.NDArray[np.uint32], where: str, field: str, why: str) -> None:
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise RequestError(f"{where}[{index}] = {tokens[index]}: {why}", field=field, index=index, token=int(tokens[index]))
