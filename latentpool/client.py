@@ -62,7 +62,7 @@ class _Caller:
 
 class Client(_Caller):
     """Calls of a router at host:port. Every call raises RequestError, NotServedError (this group never can), BusyError (not
-    now) or EpochError (the group is not ready, ended, or nothing answers there), in the router's words; `deadline` is in
+    now) or EpochError (the group is not ready, ended, or nothing answers there), in the router's words; `timeout` is in
     seconds."""
 
     def __init__(self, address: str) -> None:
@@ -75,13 +75,13 @@ class Client(_Caller):
         sampling: Sampling | None = None,
         *,
         request_id: str = "",
-        deadline: float | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 (the call's deadline)
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Streams the reply to a text or to token ids: Waiting, Filling and Chunk events, then one Completion. Closing the
         iterator cancels the request."""
         request = router_pb2.GenerateRequest(request_id=request_id, sampling=(sampling or Sampling()).to_proto())
         _set_prompt(request, prompt)
-        async with aclosing(self._stream(self._stub.Generate(request, timeout=deadline))) as responses:
+        async with aclosing(self._stream(self._stub.Generate(request, timeout=timeout))) as responses:
             async for response in responses:
                 yield getattr(response, response.WhichOneof("event"))
 
@@ -92,22 +92,22 @@ class Client(_Caller):
         decode_from: int | None = None,
         raw_logits: bool = False,
         request_id: str = "",
-        deadline: float | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 (the call's deadline)
     ) -> AsyncGenerator[ScoreEvent, None]:
         """Streams ScoredRows in order of position, then one Completion. Tokens from `decode_from` on are computed on the
         decode path."""
         request = router_pb2.ScoreRequest(request_id=request_id, decode_from=decode_from, raw_logits=raw_logits)
         _set_prompt(request, prompt)
-        async with aclosing(self._stream(self._stub.Score(request, timeout=deadline))) as responses:
+        async with aclosing(self._stream(self._stub.Score(request, timeout=timeout))) as responses:
             async for response in responses:
                 yield getattr(response, response.WhichOneof("event"))
 
-    async def tokenize(self, text: str, deadline: float | None = None) -> list[int]:
-        response = await self._call(self._stub.Tokenize(router_pb2.TokenizeRequest(text=text), timeout=deadline))
+    async def tokenize(self, text: str, timeout: float | None = None) -> list[int]:  # noqa: ASYNC109
+        response = await self._call(self._stub.Tokenize(router_pb2.TokenizeRequest(text=text), timeout=timeout))
         return list(response.token_ids)
 
-    async def get_model(self, deadline: float | None = None) -> router_pb2.GetModelResponse:
-        return await self._call(self._stub.GetModel(router_pb2.GetModelRequest(), timeout=deadline))
+    async def get_model(self, timeout: float | None = None) -> router_pb2.GetModelResponse:  # noqa: ASYNC109
+        return await self._call(self._stub.GetModel(router_pb2.GetModelRequest(), timeout=timeout))
 
     async def wait_ready(self, seconds: float) -> router_pb2.GetModelResponse:
         """Waits until the group serves. Raises EpochError with what it still waits for after that many seconds."""
@@ -115,7 +115,7 @@ class Client(_Caller):
         until = loop.time() + seconds
         while True:
             try:
-                return await self.get_model(deadline=5.0)
+                return await self.get_model(timeout=5.0)
             except LatentPoolError as error:
                 if loop.time() >= until:
                     raise EpochError(f"{self.address} is not ready after {seconds:g} s: {error}") from None

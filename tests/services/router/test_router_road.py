@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(30)
 
 
 async def collect(rig: Rig, prompt, sampling: Sampling, **options):
-    return [event async for event in rig.client.generate(prompt, sampling, deadline=20, **options)]
+    return [event async for event in rig.client.generate(prompt, sampling, timeout=20, **options)]
 
 
 def ids(events) -> list[int]:
