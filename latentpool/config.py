@@ -282,11 +282,12 @@ def load(
     for name, value in flags.items():
         if value is not None:
             given = f"{flag(name)} {value}" if isinstance(value, str) else flag(name)
-            values[name] = _parse(name, value, given)
+            values[name] = parse(name, value, given)
     return Settings(**values)
 
 
-def _parse(name: str, value: object, given: str) -> Any:
+def parse(name: str, value: object, given: str) -> Any:
+    """The setting's value in its type; `given` is how it was written, for the ConfigError."""
     kind = kind_of(name)
     try:
         return kind.parse(value)
@@ -316,7 +317,7 @@ def _from_file(path: Path | None) -> dict[str, Any]:
     for entry, value in table.items():
         if entry not in names:
             raise ConfigError(f"{path}: no setting is called {entry}{_nearest(entry, names)}")
-        values[names[entry]] = _parse(names[entry], value, f"{path}: {entry} = {_toml(value)}")
+        values[names[entry]] = parse(names[entry], value, f"{path}: {entry} = {_toml(value)}")
     return values
 
 
@@ -332,7 +333,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         if entry not in names:
             raise ConfigError(f"environment variable {entry}: no setting is called that{_nearest(entry, names)}")
-        values[names[entry]] = _parse(names[entry], value, f"{entry}={value}")
+        values[names[entry]] = parse(names[entry], value, f"{entry}={value}")
     return values
 
 

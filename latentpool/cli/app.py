@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from latentpool.cli import plan, pool, services, up
+from latentpool.cli import plan, pool, services, talk, up, verify
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,7 +39,10 @@ app.command("up", rich_help_panel=_RUN)(up.up)
 app.command("router", rich_help_panel=_RUN)(services.router)
 app.command("pool-manager", rich_help_panel=_RUN)(services.pool_manager)
 app.command("rank-worker", rich_help_panel=_RUN)(services.rank_worker)
+app.command("generate", rich_help_panel=_USE)(talk.generate)
+app.command("score", rich_help_panel=_USE)(talk.score)
 app.command("plan", rich_help_panel=_LOOK)(plan.plan)
 app.command("pages", rich_help_panel=_LOOK)(pool.pages)
 app.command("conversations", rich_help_panel=_LOOK)(pool.conversations)
 app.command("ranks", rich_help_panel=_LOOK)(pool.ranks)
+app.command("verify", rich_help_panel=_LOOK)(verify.verify)

@@ -1,10 +1,11 @@
-"""What commands that talk to a running group share: one call, and errors in words."""
+"""What commands that talk to a running group share: one call from synchronous code, readiness, JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import grpc
@@ -14,23 +15,45 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from latentpool import net
-from latentpool.errors import LatentPoolError
-from latentpool.v1 import pool_admin_pb2_grpc
+from latentpool.client import AdminClient, Client
+from latentpool.config import Settings
+from latentpool.errors import EpochError, LatentPoolError
 
 T = TypeVar("T")
 
 
-def ask_manager(address: str, question: Callable[[pool_admin_pb2_grpc.PoolAdminAsyncStub], Awaitable[T]]) -> T:
-    """The answer of the pool manager at `address`. Raises LatentPoolError in words."""
+def ask_manager(settings: Settings, question: Callable[[AdminClient], Awaitable[T]]) -> T:
+    """The pool manager's answer. Raises LatentPoolError in words."""
 
     async def ask() -> T:
-        async with net.channel(address) as channel:
-            return await question(admin(channel))
+        async with AdminClient(settings.manager) as client:
+            return await question(client)
 
-    try:
+    with in_words("pool manager", settings.manager, "--manager"):
         return asyncio.run(ask())
-    except grpc.aio.AioRpcError as error:
-        raise in_words(error, "pool manager", address, "--manager") from None
+
+
+def ask_router(settings: Settings, question: Callable[[Client], Awaitable[T]]) -> T:
+    """The router's answer. Raises LatentPoolError in words."""
+
+    async def ask() -> T:
+        async with Client(settings.address) as client:
+            return await question(client)
+
+    with in_words("router", settings.address, "--address"):
+        return asyncio.run(ask())
+
+
+@contextlib.contextmanager
+def in_words(service: str, address: str, flag: str) -> Any:
+    """Says what to do where nothing listens; other errors have words of their own."""
+    try:
+        yield
+    except EpochError as error:
+        if "connect" not in str(error).lower():
+            raise
+        advice = f"start a group with latentpool up, or name another address with {flag}"
+        raise LatentPoolError(f"no {service} answers at {address}: {advice}") from None
 
 
 async def until_serving(address: str) -> None:
@@ -45,20 +68,15 @@ async def until_serving(address: str) -> None:
             await asyncio.sleep(0.05)
 
 
-def admin(channel: grpc.aio.Channel) -> pool_admin_pb2_grpc.PoolAdminAsyncStub:
-    """The admin calls over a channel; the generated stub serves both kinds of channel, its types do not say so."""
-    return pool_admin_pb2_grpc.PoolAdminStub(channel)  # type: ignore[return-value, arg-type, unused-ignore]
+def as_dict(message: Message) -> dict[str, Any]:
+    """A reply under the proto's field names, fields at their default included."""
+    return json_format.MessageToDict(message, always_print_fields_with_no_presence=True, preserving_proto_field_name=True)
 
 
-def in_words(error: grpc.aio.AioRpcError, service: str, address: str, flag: str) -> LatentPoolError:
-    """A failed call as an error that a person can act on."""
-    if error.code() == grpc.StatusCode.UNAVAILABLE and "connect" in (error.details() or "").lower():
-        return LatentPoolError(
-            f"no {service} answers at {address}: start a group with latentpool up, or name another with {flag}"
-        )
-    return LatentPoolError(error.details() or error.code().name)
-
-
-def as_json(message: Message) -> str:
-    """A reply as JSON, absent values included, under the proto's field names."""
-    return json_format.MessageToJson(message, always_print_fields_with_no_presence=True, preserving_proto_field_name=True)
+def as_json(value: Message | Iterable[Message] | dict[str, Any]) -> str:
+    """A reply, or a list of them, as JSON text."""
+    if isinstance(value, Message):
+        value = as_dict(value)
+    elif not isinstance(value, dict):
+        return json.dumps([as_dict(message) for message in value], indent=2)
+    return json.dumps(value, indent=2, ensure_ascii=False)

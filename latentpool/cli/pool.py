@@ -51,16 +51,16 @@ def pages(
     latentpool pages --json | jq .free
     """
     if check:
-        integrity = ask_manager(settings.manager, lambda admin: admin.CheckIntegrity(pb.CheckIntegrityRequest()))
-        if integrity.violations:
-            raise LatentPoolError("the books of the pool are not whole: " + "; ".join(integrity.violations))
-    reply = ask_manager(settings.manager, lambda admin: admin.ListPages(pb.ListPagesRequest()))
+        violations = ask_manager(settings, lambda client: client.check_integrity())
+        if violations:
+            raise LatentPoolError("the books of the pool are not whole: " + "; ".join(violations))
+    reply = ask_manager(settings, lambda client: client.list_pages())
     if json:
         print(as_json(reply))
         return
     Console().print(picture(reply))
     if check:
-        print(f"books: whole, {integrity.pages:,} pages accounted for")
+        print(f"books: whole, all {reply.pages:,} pages accounted for")
 
 
 def picture(reply: pb.ListPagesResponse) -> Text:
@@ -124,12 +124,12 @@ def conversations(settings: Settings, json: Json = False) -> None:
     latentpool conversations
     latentpool conversations --json
     """
-    reply = ask_manager(settings.manager, lambda admin: admin.ListConversations(pb.ListConversationsRequest()))
+    listed = ask_manager(settings, lambda client: client.list_conversations())
     if json:
-        print(as_json(reply))
+        print(as_json(listed))
         return
     table = _table("conversation", "request", "state", "lane", "owner", "prompt tokens", "pages", "quota", "age")
-    for entry in reply.conversations:
+    for entry in listed:
         running = entry.state == pb.CONVERSATION_STATE_RUNNING
         table.add_row(
             str(entry.conversation),
@@ -142,7 +142,7 @@ def conversations(settings: Settings, json: Json = False) -> None:
             f"{entry.quota:,}",
             f"{entry.age_seconds:.1f} s",
         )
-    Console().print(table if reply.conversations else "no conversation runs or waits")
+    Console().print(table if listed else "no conversation runs or waits")
 
 
 @takes("manager")
@@ -153,7 +153,7 @@ def ranks(settings: Settings, json: Json = False) -> None:
     latentpool ranks
     latentpool ranks --manager 10.0.0.1:7411 --json
     """
-    reply = ask_manager(settings.manager, lambda admin: admin.GetRanks(pb.GetRanksRequest()))
+    reply = ask_manager(settings, lambda client: client.get_ranks())
     if json:
         print(as_json(reply))
         return

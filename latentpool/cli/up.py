@@ -10,17 +10,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import grpc.aio
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
-from latentpool import net
 from latentpool.cli import services
-from latentpool.cli.calls import admin, until_serving
+from latentpool.cli.calls import until_serving
 from latentpool.cli.options import takes
 from latentpool.cli.supervisor import Group, Log
+from latentpool.client import AdminClient
 from latentpool.config import Settings
 from latentpool.errors import LatentPoolError
 from latentpool.geometry import Geometry
@@ -102,8 +101,7 @@ async def _life(group: Group, console: Console, serving: asyncio.Event, work: Ca
     await group.start()
 
     async def serve() -> None:
-        async with net.channel(group.settings.manager) as channel:
-            await _until_ready(channel, group.settings, console)
+        await _until_ready(group.settings, console)
         serving.set()
         await work(group)
 
@@ -114,25 +112,25 @@ async def _life(group: Group, console: Console, serving: asyncio.Event, work: Ca
         if failed.done() and not (working.done() and working.exception() is None):
             raise failed.result()
         await working
-    except grpc.aio.AioRpcError as error:
+    except LatentPoolError:
         # A service that dies takes its calls along: say which one died, if one did.
         with contextlib.suppress(TimeoutError):
             raise await asyncio.wait_for(asyncio.shield(failed), 2.0) from None
-        raise LatentPoolError(error.details() or error.code().name) from None
+        raise
     finally:
         for task in (failed, working):
             task.cancel()
         await asyncio.wait({failed, working})
 
 
-async def _until_ready(channel: grpc.aio.Channel, settings: Settings, console: Console) -> None:
+async def _until_ready(settings: Settings, console: Console) -> None:
     """Shows how the ranks load, until the router serves."""
     ready = asyncio.create_task(until_serving(settings.address))
     try:
-        async with _loading(settings.ranks, console) as show:
+        async with AdminClient(settings.manager) as manager, _loading(settings.ranks, console) as show:
             while not ready.done():
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    show(await admin(channel).GetRanks(pool_admin_pb2.GetRanksRequest(), timeout=5))
+                with contextlib.suppress(LatentPoolError):
+                    show(await manager.get_ranks())
                 await asyncio.wait({ready}, timeout=_POLL)
         await ready
     finally:
@@ -155,8 +153,8 @@ async def _loading(ranks: int, console: Console) -> AsyncIterator[Callable[[pool
 
 
 async def _plan(settings: Settings) -> plan_pb2.Plan:
-    async with net.channel(settings.manager) as channel:
-        return (await admin(channel).GetPlan(pool_admin_pb2.GetPlanRequest(), timeout=10)).plan
+    async with AdminClient(settings.manager) as manager:
+        return await manager.get_plan()
 
 
 def _ready(settings: Settings, plan: plan_pb2.Plan) -> Panel:

@@ -1,0 +1,124 @@
+"""A whole group inside this process's event loop, for verify and for tests. The engines are children over UCX, or threads."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from latentpool.cli.calls import until_serving
+from latentpool.client import Client
+from latentpool.config import Switch
+from latentpool.errors import EpochError, LatentPoolError
+from latentpool.service import Service
+from services.pool_manager.service import PoolManager, PoolManagerSettings
+from services.rank_worker.exchange.inproc import Hub
+from services.rank_worker.front import RankWorker, RankWorkerSettings
+from services.router.service import Router, RouterSettings
+
+
+class LocalGroup:
+    """`async with LocalGroup(model, 2) as group: group.client...`: entered when it serves, left when nothing of it is left.
+
+    Addresses are free ports of the loopback. Entering raises what a service ended with (SetupError, EpochError).
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        world: int,
+        *,
+        transport: Literal["inproc", "ucx"] = "inproc",
+        dtype: Literal["f32", "bf16"] | None = None,
+        kv_cache: Literal["f32", "bf16"] | None = None,
+        kv_pages: Switch = "auto",
+        split: Switch = "auto",
+        context: int | None = None,
+        parallel: int = 1,
+        page_rows: int = 512,
+        chunk_rows: int = 2048,
+        memory_bytes: int = 1 << 30,
+        secret: bytes = b"",
+    ) -> None:
+        self.manager = PoolManager(
+            PoolManagerSettings(world=world, context=context, parallel=parallel, kv_pages=kv_pages, split=split, secret=secret)
+        )
+        self._worker_settings = [
+            RankWorkerSettings(
+                model=model,
+                rank=rank,
+                world=world,
+                manager="",
+                secret=secret,
+                dtype=dtype,
+                kv_cache=kv_cache,
+                memory_bytes=memory_bytes,
+                page_rows=page_rows,
+                chunk_rows=chunk_rows,
+                transport=transport,
+            )
+            for rank in range(world)
+        ]
+        self._hub = Hub(world) if transport == "inproc" else None
+        self._model, self._chunk_rows, self._secret = model, chunk_rows, secret
+        self.workers: list[RankWorker] = []
+        self.router: Router
+        self.client: Client
+        self._services: list[Service] = []
+
+    async def __aenter__(self) -> LocalGroup:
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.close()
+        await self.stop()
+
+    async def _start(self) -> None:
+        await self._run(self.manager)
+        for settings in self._worker_settings:
+            worker = RankWorker(replace(settings, manager=self.manager.address), self._hub)
+            self.workers.append(worker)
+            await self._run(worker)
+        self.router = Router(
+            RouterSettings(manager=self.manager.address, model=self._model, chunk_rows=self._chunk_rows, secret=self._secret)
+        )
+        await self._run(self.router)
+        failed = asyncio.create_task(self.failed())
+        serving = asyncio.create_task(until_serving(self.router.address))
+        try:
+            await asyncio.wait({failed, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                raise failed.result()
+            await serving
+        finally:
+            for task in (failed, serving):
+                task.cancel()
+        self.client = Client(self.router.address)
+
+    async def _run(self, service: Service) -> None:
+        self._services.append(service)
+        await service.start()
+
+    async def failed(self) -> LatentPoolError:
+        """Waits until a service ends by itself, and gives the reason."""
+        ended = [asyncio.create_task(service.ended()) for service in self._services]
+        try:
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            reasons = [task.result() for task in ended if task.done()]
+        finally:
+            for task in ended:
+                task.cancel()
+        return next((reason for reason in reasons if reason is not None), EpochError("the group was stopped"))
+
+    async def stop(self) -> None:
+        """Stops router, pool manager, workers. Idempotent."""
+        others = [service for service in self._services if not isinstance(service, RankWorker)]
+        self._services = []
+        for service in (*reversed(others), *self.workers):
+            await service.stop()

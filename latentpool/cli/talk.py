@@ -1,0 +1,183 @@
+"""`latentpool generate` and `score`: one request to a running group, its reply on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from latentpool.cli.calls import as_dict, as_json, ask_router
+from latentpool.cli.options import Json, takes
+from latentpool.client import Client, GenerateEvent
+from latentpool.config import Settings
+from latentpool.errors import ConfigError
+from latentpool.sampling import Sampling
+from latentpool.v1 import router_pb2 as pb
+
+SAMPLING = ("max_tokens", "temperature", "top_k", "seed", "stop_token_ids", "ignore_eos")
+
+Prompt = str | list[int]
+PromptText = Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt's text.", show_default=False)]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option("--prompt-file", metavar="PATH", help="Read the text from a file; - is stdin.", show_default=False),
+]
+TokenIds = Annotated[
+    str | None, typer.Option("--token-ids", metavar="IDS", help='The prompt as ids: "1 2 3".', show_default=False)
+]
+
+
+@takes("address", *SAMPLING)
+def generate(
+    settings: Settings,
+    prompt: PromptText = None,
+    prompt_file: PromptFile = None,
+    token_ids: TokenIds = None,
+    json: Json = False,
+) -> None:
+    """Continues a prompt and streams the reply to stdout; usage and receipt follow on stderr. Ctrl-C cancels it.
+
+    \b
+    latentpool generate "Once upon a time" --max-tokens 100
+    latentpool generate --prompt-file book.txt --temperature 0.7 --seed 1
+    latentpool generate --token-ids "1 2 3" --max-tokens 8 --json
+    """
+    asked = read_prompt(prompt, prompt_file, token_ids)
+    reply = ask_router(settings, lambda client: stream_reply(client, asked, settings, None if json else sys.stdout.write))
+    if json:
+        print(as_json(reply))
+
+
+async def stream_reply(client: Client, prompt: Prompt, settings: Settings, write: Any) -> dict[str, Any]:
+    """Streams one reply through `write` as text (ids where the model has no tokenizer), and tells on stderr how it went.
+    write None: quietly. Returns the whole reply."""
+    console = Console(stderr=True, highlight=False)
+    as_text = (await client.get_model()).has_tokenizer
+    ids: list[int] = []
+    text = ""
+    completion = pb.Completion()
+    async for event in _with_progress(client.generate(prompt, sampling(settings)), console):
+        if isinstance(event, pb.Chunk):
+            ids += event.token_ids
+            text += event.text
+            if write is not None:
+                write(event.text if as_text else "".join(f"{token} " for token in event.token_ids))
+                sys.stdout.flush()
+        elif isinstance(event, pb.Completion):
+            completion = event
+    if write is not None:
+        write("\n")
+        sys.stdout.flush()
+        console.print(f"[dim]{summary(completion)}[/]", soft_wrap=True)
+    return {"text": text, "token_ids": ids} | as_dict(completion)
+
+
+async def _with_progress(events: AsyncIterator[GenerateEvent], console: Console) -> AsyncIterator[GenerateEvent]:
+    """Passes events on; on a terminal it shows waiting and filling until the first token."""
+    with console.status("waiting for the router") as status:
+        async for event in events:
+            if isinstance(event, pb.Waiting):
+                status.update(
+                    f"waiting, {event.ahead} ahead: {event.reason}" if event.reason else f"waiting, {event.ahead} ahead"
+                )
+            elif isinstance(event, pb.Filling):
+                status.update(f"reading the prompt: {event.tokens_done:,} of {event.tokens_total:,} tokens")
+            else:
+                status.stop()
+            yield event
+
+
+def summary(completion: pb.Completion) -> str:
+    """Usage, timings, seed and receipt, in two lines."""
+    usage, timings = completion.usage, completion.timings
+    why = pb.FinishReason.Name(completion.finish_reason).removeprefix("FINISH_REASON_").lower()
+    decoding = timings.total_seconds - timings.first_token_seconds
+    rate = f", {(usage.generated_tokens - 1) / decoding:.1f} tokens/s" if usage.generated_tokens > 1 and decoding > 0 else ""
+    return (
+        f"{usage.prompt_tokens:,} prompt tokens ({usage.cached_tokens:,} cached), {usage.generated_tokens:,} generated "
+        f"(ended by {why}); first token after {timings.first_token_seconds:.2f} s{rate}; seed {completion.seed}\n"
+        f"receipt {completion.receipt.sha256} (numerics {completion.receipt.numerics_digest[:16]})"
+    )
+
+
+def sampling(settings: Settings) -> Sampling:
+    return Sampling(
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        seed=settings.seed,
+        max_tokens=settings.max_tokens,
+        stop_token_ids=settings.stop_token_ids,
+        ignore_eos=settings.ignore_eos,
+    )
+
+
+def read_prompt(text: str | None, file: Path | None, ids: str | None) -> Prompt:
+    """The one prompt that was given. Raises ConfigError for none, several, or a file that is not UTF-8 text."""
+    if sum(value is not None for value in (text, file, ids)) != 1:
+        raise ConfigError('give one prompt: its text, --prompt-file PATH (- is stdin), or --token-ids "1 2 3"')
+    if ids is not None:
+        try:
+            return [int(item) for item in ids.replace(",", " ").split()]
+        except ValueError:
+            raise ConfigError(f"--token-ids {ids}: must be token ids such as 1 2 3") from None
+    if file is None:
+        assert text is not None
+        return text
+    try:
+        return (sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()).decode()
+    except OSError as error:
+        raise ConfigError(f"--prompt-file {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--prompt-file {file}: is not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x})"
+        ) from None
+
+
+@takes("address")
+def score(
+    settings: Settings,
+    prompt: PromptText = None,
+    prompt_file: PromptFile = None,
+    token_ids: TokenIds = None,
+    decode_from: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Compute tokens from this one on as if they were generated.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """What the model thinks of each token: its natural log-probability after the tokens before it.
+
+    \b
+    latentpool score "Once upon a time"
+    latentpool score --token-ids "1 2 3 4" --decode-from 2 --json
+    """
+    asked = read_prompt(prompt, prompt_file, token_ids)
+    rows = ask_router(settings, lambda client: _scores(client, asked, decode_from))
+    # The last row speaks of a token that is not there.
+    given = [row for row in rows if not math.isnan(row["log_prob"])]
+    total = sum(row["log_prob"] for row in given)
+    if json:
+        print(as_json({"rows": [row | {"log_prob": _or_none(row["log_prob"])} for row in rows], "total_log_prob": total}))
+        return
+    for row in rows:
+        shown = "" if math.isnan(row["log_prob"]) else f"{row['log_prob']:.6f}"
+        print(f"{row['position']:>8} {shown:>12}   best {row['best_id']}")
+    if given:
+        print(f"{len(given):,} tokens: {total:.4f} in all, perplexity {math.exp(-total / len(given)):.4f}", file=sys.stderr)
+
+
+async def _scores(client: Client, prompt: Prompt, decode_from: int | None) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    async for event in client.score(prompt, decode_from=decode_from):
+        if isinstance(event, pb.ScoredRows):
+            for index, (log_prob, best) in enumerate(zip(event.next_log_probs, event.best_ids, strict=True)):
+                rows.append({"position": event.first_position + index, "log_prob": log_prob, "best_id": best})
+    return rows
+
+
+def _or_none(number: float) -> float | None:
+    return None if math.isnan(number) else number
