@@ -16,7 +16,7 @@ class Digest:
         self._hash = hashlib.blake2b(label.encode(), digest_size=8)
 
     def integers(self, *values: int) -> None:
-        self._hash.update(np.array(values, np.int64).tobytes())
+        self._hash.update(np.array(values, np.uint64).tobytes())
 
     def rows(self, array: Array) -> None:
         """A host array of any dtype, in C order."""
