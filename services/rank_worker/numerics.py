@@ -13,7 +13,7 @@ import numpy as np
 
 from kernels.api import Kernels
 from kernels.rows import Array
-from latentpool.geometry import BLOCK, Geometry, Layer, share, shares
+from latentpool.geometry import BLOCK, Geometry, Layer, shares
 from services.rank_worker import frames
 from services.rank_worker.arena import Arena
 from services.rank_worker.exchange.inproc import Hub
@@ -89,8 +89,7 @@ class _Maker:
         )
 
     def _mine(self, total: int) -> int:
-        part = share(total, self._world, 0)
-        return part.stop - part.start
+        return shares(total, self._world)[0]
 
     def _values(self, shape: tuple[int, ...], scale: float, mean: float = 0.0) -> Array:
         return self._random.standard_normal(shape, dtype=np.float32) * np.float32(scale) + np.float32(mean)

@@ -84,7 +84,7 @@ def decode_batch(
     window_lanes = np.array(lanes, np.int32)
     first = np.array(starts, np.int32)
     row_lanes: Int32 = np.repeat(window_lanes, width)
-    positions = (first[:, None] + np.arange(width, dtype=np.int32)).reshape(-1)
+    positions: Int32 = np.add.outer(first, np.arange(width, dtype=np.int32)).reshape(-1)
     pages, offsets = arena.address(row_lanes, positions, arena.page_rows)
     parity = np.array(parities, np.int32)
     return Batch(
@@ -111,6 +111,6 @@ def _decode_pools(arena: Arena, lanes: Int32, positions: Int32) -> Pools:
     size = arena.geometry.pool
     last = np.flatnonzero((positions + 1) % size == 0)
     pages, offsets = _pool_places(arena, lanes[last], positions[last] // size)
-    members = positions[last][:, None] - np.arange(size - 1, -1, -1, dtype=np.int32)
+    members: Int32 = np.subtract.outer(positions[last], np.arange(size - 1, -1, -1, dtype=np.int32))
     member_lanes: Int32 = np.repeat(lanes[last], size)
     return Pools(len(last), pages, offsets, member_lanes, members.reshape(-1))
