@@ -155,7 +155,8 @@ def random_weight(name: str, tensor: Tensor, geometry: Geometry, seed: int) -> n
         values = draw.normal(0.0, 1.0, shape)
     elif leaf == "lm_head":
         values = draw.normal(0.0, 3.0 / geometry.hidden**0.5, shape)
-        values[BYTES : shape[0] - len(SPECIAL)] = 0  # ids without text are never the best
+        unreadable = [i for i in range(shape[0]) if not 32 <= i < 127]
+        values[unreadable] *= 0.1  # a random reply is printable and does not end by chance
     else:  # a linear weight [out, in]
         values = draw.normal(0.0, shape[-1] ** -0.5, shape)
     return values.astype(np.float32)
