@@ -228,9 +228,9 @@ class RankWorker:
             match frame:
                 case frames.RoundResult():
                     self._rounds.deliver(frame)
-                    self._advance(self._progress + len(frame.results))
+                    self._advance(len(frame.results))
                 case frames.Progress():
-                    self._advance(frame.operations)
+                    self._advance(1)
                 case frames.Loading():
                     self._say(loaded_bytes=frame.loaded_bytes, total_bytes=frame.total_bytes)
                     if self._on_progress is not None:
@@ -251,7 +251,8 @@ class RankWorker:
         said = await self._membership.follow(self._take_lay_out, self._rounds.grant)
         if isinstance(said, LatentPoolError):
             raise said
-        self._rounds.end(said.reason)
+        if not self._over:
+            self._rounds.end(said.reason)
         await self._finish(None if said.orderly else EpochError(said.reason))
 
     def _take_lay_out(self, message: pb.LayOut) -> None:
@@ -259,8 +260,8 @@ class RankWorker:
         if not self._lay_out.done():
             self._lay_out.set_result(message)
 
-    def _advance(self, operations: int) -> None:
-        self._progress = max(self._progress, operations)
+    def _advance(self, signs_of_work: int) -> None:
+        self._progress += signs_of_work
         self._say(engine_progress=self._progress)
 
     def _say(self, **news: Any) -> None:
@@ -318,7 +319,7 @@ class RankWorker:
     async def _shut_down(self) -> None:
         reason = f"rank {self._rank} was stopped by its operator"
         self._rounds.close(reason)
-        leaving = asyncio.create_task(self._finish(None, pb.Failed(message=reason)))
+        leaving = asyncio.create_task(self._finish(None, pb.Failed(message="stopped by its operator")))
         # Nothing but links needs to be flushed, and a loading engine does not read.
         await self._engine.stop(within=_FLUSH if self._laid_out else 0.0)
         await leaving

@@ -44,11 +44,12 @@ def _over(term: int, granted: int) -> str:
 
 
 class _Stream:
-    """One open Rounds call: what it still has to say, and the next result it owes (None before its first round)."""
+    """One open Rounds call. It answers the rounds that were sent on it, in order: owes the results next..asked."""
 
     def __init__(self) -> None:
         self.outgoing: asyncio.Queue[pb.RoundResult | _RefusedError | object] = asyncio.Queue()
-        self.owed: int | None = None
+        self.next = 1
+        self.asked = 0
         self.half_closed = False
 
 
@@ -151,7 +152,7 @@ class RoundStream(rank_worker_pb2_grpc.RankWorkerServicer):
         await self._wait_granted(opening.term)
         self._check_open()
         granted = self._granted
-        if opening.term > granted.term:
+        if granted.term == 0 or opening.term > granted.term:
             raise _RefusedError(
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"term {opening.term} was not granted: the highest that rank {self._rank} knows is {granted.term}",
@@ -206,17 +207,23 @@ class RoundStream(rank_worker_pb2_grpc.RankWorkerServicer):
                 f"this stream is of term {self._granted.term}, epoch {self._epoch}",
             )
         self._acknowledge(message.acknowledged_seq)
-        if message.seq > self._last_seq + 1:
+        seq = message.seq
+        if not 1 <= seq <= self._last_seq + 1:
             raise _RefusedError(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"round {message.seq} leaves a gap: rank {self._rank} has taken rounds up to {self._last_seq}",
+                f"round {seq} leaves a gap: rank {self._rank} has taken rounds up to {self._last_seq}",
             )
-        if stream.owed is None:
-            stream.owed = min([message.seq, *(seq for term, seq in self._executing if term == self._granted.term)])
-        if message.seq > self._last_seq:
+        if stream.next <= seq <= stream.asked or seq <= self._acknowledged:
+            return  # its answer is under way, or nobody waits for it
+        if seq <= stream.asked:
+            if seq in self._kept:
+                stream.outgoing.put_nowait(self._kept[seq])
+            return
+        if not stream.asked:
+            stream.next = seq
+        stream.asked = seq
+        if seq > self._last_seq:
             await self._execute(message)
-        elif message.seq < stream.owed and message.seq in self._kept:
-            stream.outgoing.put_nowait(self._kept[message.seq])
         self._flow()
 
     async def _execute(self, message: pb.Round) -> None:
@@ -239,10 +246,9 @@ class RoundStream(rank_worker_pb2_grpc.RankWorkerServicer):
         stream = self._stream
         if stream is None:
             return
-        if stream.owed is not None:
-            stream.owed = max(stream.owed, self._acknowledged + 1)
-            while stream.owed in self._kept:
-                stream.outgoing.put_nowait(self._kept[stream.owed])
-                stream.owed += 1
-        if stream.half_closed and (stream.owed is None or stream.owed > self._last_seq):
+        stream.next = max(stream.next, self._acknowledged + 1)
+        while stream.next <= stream.asked and stream.next in self._kept:
+            stream.outgoing.put_nowait(self._kept[stream.next])
+            stream.next += 1
+        if stream.half_closed and stream.next > stream.asked:
             stream.outgoing.put_nowait(_DONE)

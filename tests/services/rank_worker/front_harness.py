@@ -3,18 +3,22 @@
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
 import grpc.aio
 
 from latentpool import handshake, net
+from latentpool.errors import LatentPoolError
 from latentpool.v1 import plan_pb2, pool_manager_pb2_grpc, rank_worker_pb2_grpc
 from latentpool.v1 import pool_manager_pb2 as pb
 from latentpool.v1 import rank_worker_pb2 as rw
+from services.rank_worker.exchange.inproc import Hub
 from services.rank_worker.front import RankWorker, RankWorkerSettings
 
 EPOCH = 7
+FOLDER = str(Path(__file__).parent)
 
 
 class FakeManager(pool_manager_pb2_grpc.PoolManagerServicer):
@@ -125,7 +129,10 @@ def bind(seconds: int) -> rw.Operation:
     return rw.Operation(bind=rw.Bind(lane=0, conversation=1, seed=seconds))
 
 
-def make_worker(folder: Path, manager: str, hub=None, script: dict[str, object] | None = None, **settings) -> RankWorker:
+def make_worker(
+    folder: Path, manager: str, hub: Hub | None = None, script: dict[str, object] | None = None, **settings
+) -> RankWorker:
+    """A front of the fake engine: a thread with a hub, else a process. `script` is the fake's."""
     model = folder / "script.json"
     model.write_text(json.dumps(script or {}))
     on_progress = settings.pop("on_progress", None)
@@ -133,3 +140,42 @@ def make_worker(folder: Path, manager: str, hub=None, script: dict[str, object] 
     return RankWorker(
         RankWorkerSettings(model=model, manager=manager, **values), hub, on_progress=on_progress, engine_module="fake_engine"
     )
+
+
+@contextlib.asynccontextmanager
+async def group(
+    folder: Path, manager: FakeManager | None = None, process: bool = False, **settings
+) -> AsyncIterator[tuple[FakeManager, RankWorker]]:
+    """A manager and a started worker; both are gone at the end."""
+    manager = manager or FakeManager()
+    await manager.start()
+    world = settings.get("world", 1)
+    worker = make_worker(folder, manager.address, None if process else Hub(world), **settings)
+    try:
+        await worker.start()
+        yield manager, worker
+    finally:
+        await worker.stop()
+        await manager.server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def opened(worker: RankWorker, manager: FakeManager, term: int = 1) -> AsyncIterator[Rounds]:
+    """An open round stream in a freshly granted term."""
+    manager.say(term=pb.TermGranted(term=term, key=b"key"))
+    async with net.channel(worker.address) as channel:
+        rounds = Rounds(channel)
+        await rounds.open(term=term)
+        yield rounds
+
+
+async def ended(worker: RankWorker) -> LatentPoolError | None:
+    return await asyncio.wait_for(worker.ended(), 20)
+
+
+async def until(condition: Callable[[], bool], within: float = 20.0) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + within
+    while not condition():
+        assert loop.time() < deadline, "it did not come to pass"
+        await asyncio.sleep(0.01)
