@@ -45,8 +45,7 @@ def check_identity(rank: int, identity: pb.Identity, first_rank: int, first: pb.
     """Compares a worker with the first that joined. Raises HandshakeError naming both ranks, both values of everything
     that differs, and what to do."""
     differences = [
-        f"{name} {getattr(identity, key) or '(none)'} on rank {rank}, {getattr(first, key) or '(none)'} on rank "
-        f"{first_rank}: {advice}"
+        f"{name} {_short(getattr(identity, key))} on rank {rank}, {_short(getattr(first, key))} on rank {first_rank}: {advice}"
         for key, name, advice in _COMPARED
         if getattr(identity, key) != getattr(first, key)
     ]
@@ -69,5 +68,9 @@ def _geometry_differences(rank: int, identity: pb.Identity, first_rank: int, fir
 
 
 def _short(value: object) -> str:
-    """A value, or how many layers where the list would fill the screen."""
-    return f"of {len(value)} layers" if isinstance(value, tuple) and len(str(value)) > 80 else str(value)
+    """A value as people write it; how many layers where the list would fill the screen."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple) and len(str(value)) > 80:
+        return f"of {len(value)} layers"
+    return str(value) or "(none)"
