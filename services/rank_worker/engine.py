@@ -131,8 +131,8 @@ class Engine:
         before = memory.resident_bytes()
         budget = memory.default_budget() if settings.memory_bytes is None else settings.memory_bytes
         self._model = self._load_model()
-        # Engines that are threads of one process each count what they added to it.
-        resident = memory.resident_bytes() - (before if settings.transport == "inproc" else 0)
+        # Engines that are threads of one process each count what they added to it; another may have freed more meanwhile.
+        resident = max(0, memory.resident_bytes() - (before if settings.transport == "inproc" else 0))
         spare = 2 * settings.page_rows * geometry.row_bytes(self._kv_dtype)
         first_lane = geometry.lane_fixed_bytes(settings.world, settings.rank, self._kernels.dtype)
         room = memory.room(budget, resident, self._work_bytes(), first_lane, spare)
