@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from latentpool.cli import plan, pool, services, talk, up, verify
+from latentpool.cli import demo, plan, pool, services, talk, up, verify
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,6 +35,7 @@ def latentpool() -> None:
 
 _RUN, _USE, _LOOK = "Run a group", "Use a group", "Look and check"
 
+app.command("demo", rich_help_panel=_RUN)(demo.demo)
 app.command("up", rich_help_panel=_RUN)(up.up)
 app.command("router", rich_help_panel=_RUN)(services.router)
 app.command("pool-manager", rich_help_panel=_RUN)(services.pool_manager)

@@ -20,7 +20,7 @@ from latentpool.v1 import pool_admin_pb2 as pb
 
 _CELLS = 64
 """Cells of a line of the picture."""
-_LINES = 16
+_LINES = 8
 """Lines of a residue at most: in a larger pool a cell stands for several pages."""
 _LOOKS: dict[int, tuple[str, str, str]] = {
     pb.PAGE_KIND_FREE: ("·", "dim", "free"),
@@ -97,8 +97,8 @@ def _cells(reply: pb.ListPagesResponse) -> dict[int, tuple[int | None, Cell]]:
 
 
 def _most(cells: list[Cell]) -> Cell:
-    """What most of these pages are."""
-    return Counter(cells).most_common(1)[0][0]
+    """What most of these pages are, free ones aside: a page in use must not vanish among free ones."""
+    return Counter([cell for cell in cells if cell[0] != pb.PAGE_KIND_FREE] or cells).most_common(1)[0][0]
 
 
 def _style(kind: int, conversation: int) -> str:
@@ -108,7 +108,7 @@ def _style(kind: int, conversation: int) -> str:
 def _legend(cells: dict[int, tuple[int | None, Cell]], scale: int) -> Text:
     legend = Text(" " * 12)
     if scale > 1:
-        legend.append(f"a cell is {scale} pages  ")
+        legend.append(f"a cell is {scale} pages, free if all are  ")
     for (kind, conversation), count in sorted(Counter(cell for _, cell in cells.values()).items()):
         legend.append(_LOOKS[kind][0], _style(kind, conversation))
         what = f"conversation {conversation}" if kind == pb.PAGE_KIND_LIVE else _LOOKS[kind][2]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from latentpool import logs
 from latentpool.cli.options import takes
@@ -136,9 +141,25 @@ def rank_worker(settings: Settings) -> None:
                 transport="ucx",
                 net_devices=settings.net_devices,
                 dead_after=settings.dead_after,
-            )
+            ),
+            on_progress=_loading_bar() if sys.stderr.isatty() else None,
         )
     )
+
+
+def _loading_bar() -> Callable[[int, int], None]:
+    """Shows bytes and bytes a second of the shard on a terminal, from the first byte to the last."""
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task("loading", total=None)
+
+    def show(loaded: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=loaded, total=total)
+        if loaded >= total:
+            bar.stop()
+
+    return show
 
 
 def served_kv_cache(settings: Settings) -> Literal["f32", "bf16"] | None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from latentpool import config
+from latentpool import config, logs
 from latentpool.cli import reference
 from latentpool.cli.calls import in_words
 from latentpool.cli.options import FAILED, Json, takes
@@ -42,11 +42,12 @@ _SETTINGS = (
     "chunk_rows",
     "context",
     "memory",
+    "log_level",
 )
 _WORK_BYTES = 512 << 20
 
 
-@takes(*_SETTINGS, needs=("expected",), defaults={"dtype": "f32", "kv_cache": "f32"})
+@takes(*_SETTINGS, needs=("expected",), defaults={"dtype": "f32", "kv_cache": "f32", "log_level": "error"})
 def verify(
     settings: Settings,
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The checkpoint that the reference data is of.")],
@@ -67,6 +68,7 @@ def verify(
     and all ids equal. A running group is compared as it is: its dtypes, ranks and pages are its own.
     """
     assert settings.expected is not None
+    logs.configure(settings.log_level)
     expected = reference.read_expected(settings.expected)
     if address is None:
         checks = asyncio.run(_temporary(settings, model, expected))

@@ -1,0 +1,142 @@
+"""What holds for every command: help by example, errors in a line, exit codes; and the picture of the pool."""
+
+import pytest
+from typer.testing import CliRunner
+
+from latentpool.cli.app import app
+from latentpool.cli.pool import picture
+from latentpool.cli.talk import read_prompt
+from latentpool.errors import ConfigError
+from latentpool.v1 import pool_admin_pb2 as pb
+
+RUN = ("demo", "up", "router", "pool-manager", "rank-worker")
+COMMANDS = (*RUN, "generate", "score", "plan", "pages", "conversations", "ranks", "verify")
+
+
+@pytest.fixture(autouse=True)
+def nothing_configured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments, **environment):
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200", **environment})
+
+
+def test_help_names_every_command():
+    shown = run("--help")
+    assert shown.exit_code == 0
+    for command in COMMANDS:
+        assert command in shown.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_teaches_by_example(command):
+    shown = run(command, "--help")
+    assert shown.exit_code == 0
+    assert f"latentpool {command}" in shown.stdout.split("Usage:")[1].split("\n", 1)[1]
+    assert "--config" in shown.stdout
+
+
+@pytest.mark.parametrize("command", ["plan", "pages", "conversations", "ranks", "verify", "generate", "score"])
+def test_what_lists_can_print_json(command):
+    assert "--json" in run(command, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "who", "flag"),
+    [
+        (("pages", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
+        (("ranks", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
+        (("conversations", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
+        (("generate", "hello", "--address", "127.0.0.1:1"), "router", "--address"),
+        (("score", "hello", "--address", "127.0.0.1:1"), "router", "--address"),
+    ],
+)
+def test_where_nothing_listens(arguments, who, flag):
+    result = run(*arguments)
+    assert result.exit_code == 1
+    advice = f"start a group with latentpool up, or name another address with {flag}"
+    assert result.stderr == f"latentpool: no {who} answers at 127.0.0.1:1: {advice}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate",), "give one prompt"),
+        (("generate", "a", "--token-ids", "1"), "give one prompt"),
+        (("generate", "--token-ids", "one"), "--token-ids one: must be token ids such as 1 2 3"),
+        (("generate", "a", "--temperature", "-1"), "--temperature -1: temperature must be a number from 0 to 100"),
+        (("rank-worker", "--model", "."), "--rank is missing (or LATENTPOOL_RANK, or rank in the TOML file)"),
+        (("up",), "--model is missing (or LATENTPOOL_MODEL, or model in the TOML file)"),
+        (("rank-worker", "--model", ".", "--rank", "0", "--kv-cache", "fp8"), "--kv-cache fp8 is not served yet"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("latentpool: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_variable_that_nobody_knows_stops_every_command():
+    result = run("pages", LATENTPOOL_MANGER="127.0.0.1:1")
+    assert result.exit_code == 2
+    assert "do you mean LATENTPOOL_MANAGER?" in result.stderr
+
+
+def test_prompts(tmp_path):
+    path = tmp_path / "prompt"
+    path.write_bytes("Größe".encode())
+    assert read_prompt(None, path, None) == "Größe"
+    assert read_prompt(None, None, "1, 2 3") == [1, 2, 3]
+    assert read_prompt("", None, None) == ""
+    path.write_bytes(b"ab\xff")
+    with pytest.raises(ConfigError, match=r"is not UTF-8 text \(byte 2 is 0xff\)"):
+        read_prompt(None, path, None)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_prompt(None, tmp_path / "absent", None)
+
+
+def pool(*runs, pages):
+    return pb.ListPagesResponse(runs=runs, pages=pages, free=3, reserved=2, page_rows=64)
+
+
+def test_picture_of_replicated_pages():
+    drawn = picture(
+        pool(
+            pb.PageRun(first=0, count=2, stride=1, kind=pb.PAGE_KIND_LIVE, conversation=7),
+            pb.PageRun(first=3, count=1, stride=1, kind=pb.PAGE_KIND_FENCED),
+            pb.PageRun(first=2, count=1, stride=1, kind=pb.PAGE_KIND_FREE),
+            pages=4,
+        )
+    ).plain
+    assert "4 pages of 64 rows (256 tokens): 3 free, 2 reserved" in drawn
+    assert " every rank ██·▒\n" in drawn
+    assert "conversation 7 2" in drawn
+
+
+def test_picture_of_owned_pages_has_a_line_an_owner():
+    drawn = picture(
+        pool(
+            pb.PageRun(first=0, count=3, stride=2, kind=pb.PAGE_KIND_FREE, owner=0),
+            pb.PageRun(first=1, count=3, stride=2, kind=pb.PAGE_KIND_KEPT, owner=1),
+            pages=6,
+        )
+    ).plain
+    assert "     rank 0 ···\n" in drawn
+    assert "     rank 1 ▓▓▓\n" in drawn
+
+
+def test_one_page_in_use_shows_in_a_large_pool():
+    drawn = picture(
+        pool(
+            pb.PageRun(first=0, count=99_999, stride=1, kind=pb.PAGE_KIND_FREE),
+            pb.PageRun(first=99_999, count=1, stride=1, kind=pb.PAGE_KIND_LIVE, conversation=1),
+            pages=100_000,
+        )
+    ).plain
+    lines = drawn.splitlines()
+    assert len(lines) <= 10
+    assert sum(line.count("█") for line in lines[1:-1]) == 1
+    assert "a cell is 196 pages" in drawn

@@ -1,0 +1,194 @@
+"""`latentpool up` and `demo` as real processes: what they show, and that nothing of them is left, whenever they are stopped."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+DEMO = Path(__file__).parents[2] / "latentpool" / "checkpoints" / "demo"
+ADDRESSES = ["--router-bind", "127.0.0.1:0", "--manager-bind", "127.0.0.1:0", "--worker-bind", "127.0.0.1:0"]
+
+
+def start(directory, *arguments):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LATENTPOOL_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "latentpool.cli", *arguments],
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=(directory / "stderr").open("wb"),
+        text=True,
+    )
+
+
+def start_up(directory, *arguments):
+    return start(directory, "up", "--model", str(DEMO), "--page-rows", "64", "--memory", "512MiB", "--context", "1k",
+                 "--state-dir", str(directory / "state"), *ADDRESSES, *arguments)  # fmt: skip
+
+
+def said(directory):
+    return (directory / "stderr").read_text()
+
+
+def wait_for(condition, process, seconds=90):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "what was waited for did not happen"
+        assert process.poll() is None, "the process ended"
+        time.sleep(0.05)
+
+
+def family(process):
+    """The process, its children and theirs."""
+    parent = psutil.Process(process.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def link_segments():
+    """Shared memory segments of the data plane, by the id of the process that made them where the name tells."""
+    return {path.name for path in Path("/dev/shm").iterdir() if "ucx" in path.name}
+
+
+def assert_gone(members):
+    _, alive = psutil.wait_procs([member for member in members if member.is_running()], timeout=15)
+    assert [member.pid for member in alive if member.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.fixture
+def stopping():
+    """Ends what a failed test has left."""
+    processes = []
+    yield processes.append
+    for process in processes:
+        if process.poll() is None:
+            members = family(process)
+            process.kill()
+            process.wait()
+            for member in members[1:]:
+                if member.is_running():
+                    member.kill()
+
+
+MOMENTS = {
+    "while the parent starts": lambda process, directory: None,
+    "while the pool manager starts": lambda process, directory: wait_for(lambda: len(family(process)) >= 2, process),
+    "while engines start": lambda process, directory: wait_for(lambda: len(family(process)) >= 6, process),
+    "while it serves": lambda process, directory: wait_for(lambda: "Ctrl-C stops the group" in said(directory), process),
+}
+
+
+SAMPLE = "while it serves"
+
+
+@pytest.mark.parametrize(
+    "moment", [moment if moment == SAMPLE else pytest.param(moment, marks=pytest.mark.full) for moment in MOMENTS]
+)
+def test_ctrl_c_leaves_nothing(moment, tmp_path, stopping):
+    segments = link_segments()
+    process = start_up(tmp_path)
+    stopping(process)
+    MOMENTS[moment](process, tmp_path)
+    members = family(process)
+    process.send_signal(signal.SIGINT)
+    # A parent that has not come to its own handlers yet ends as Python does.
+    codes = {"while it serves": (0,), "while the parent starts": (130, -signal.SIGINT)}
+    assert process.wait(timeout=40) in codes.get(moment, (130,))
+    assert_gone(members)
+    assert "Traceback" not in said(tmp_path)
+    if moment == SAMPLE:
+        assert link_segments() <= segments
+
+
+@pytest.mark.full
+def test_a_parent_that_is_killed_takes_its_children_along(tmp_path, stopping):
+    process = start_up(tmp_path)
+    stopping(process)
+    MOMENTS["while it serves"](process, tmp_path)
+    members = family(process)
+    assert len(members) == 7  # parent, manager, router, two fronts, two engines
+    process.kill()
+    process.wait()
+    assert_gone(members)
+
+
+@pytest.mark.full
+def test_a_child_that_dies_is_named(tmp_path, stopping):
+    process = start_up(tmp_path)
+    stopping(process)
+    MOMENTS["while it serves"](process, tmp_path)
+    members = family(process)
+    router = next(member for member in members if "router" in member.cmdline())
+    router.kill()
+    assert process.wait(timeout=40) == 1
+    assert "latentpool: router ended (killed by SIGKILL)" in said(tmp_path)
+    assert_gone(members)
+
+
+def test_a_port_that_is_taken_is_named_before_anything_starts(tmp_path, stopping):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        process = start_up(tmp_path, "--manager-bind", address)
+        stopping(process)
+        assert process.wait(timeout=40) == 2
+    assert f"pool manager cannot listen on {address}: address already in use (another latentpool, perhaps?)" in said(tmp_path)
+
+
+def test_more_ranks_than_heads_is_refused(tmp_path, stopping):
+    model = Path(__file__).parents[1] / "data" / "oracle" / "tiny"
+    process = start(tmp_path, "up", "--model", str(model), "--ranks", "5")
+    stopping(process)
+    assert process.wait(timeout=40) == 1
+    assert "latentpool: 5 ranks is more than num_attention_heads = 4: serve with --ranks 4 or fewer" in said(tmp_path)
+
+
+def test_demo_speaks_and_leaves_nothing(tmp_path, stopping):
+    process = start(tmp_path, "demo", "Once", "--max-tokens", "8")
+    stopping(process)
+    assert process.wait(timeout=100) == 0, said(tmp_path)
+    assert process.stdout.read().strip()
+    report = said(tmp_path)
+    for part in (
+        "4 prompt tokens (0 cached), 8 generated (ended by length)",
+        "receipt ",
+        "pages of 64 rows",
+        "stopped: no process and no port is left",
+    ):
+        assert part in report.replace("\n", " "), part
+    assert list(tmp_path.iterdir()) == [tmp_path / "stderr"]
+
+
+@pytest.mark.full
+def test_the_commands_that_use_a_group(tmp_path, stopping):
+    process = start_up(tmp_path)
+    stopping(process)
+    MOMENTS["while it serves"](process, tmp_path)
+    words = said(tmp_path).split()
+    router, manager = words[words.index("--address") + 1], words[words.index("--manager") + 1]
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "latentpool.cli", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    reply = json.loads(run("generate", "Once", "--max-tokens", "5", "--ignore-eos", "--json", "--address", router))
+    assert len(reply["token_ids"]) == 5
+    assert reply["usage"]["generated_tokens"] == 5
+    again = json.loads(run("generate", "Once", "--max-tokens", "5", "--ignore-eos", "--json", "--address", router))
+    assert again["token_ids"] == reply["token_ids"]
+    assert again["receipt"] == reply["receipt"]
+    scored = json.loads(run("score", "--token-ids", "1 2 3", "--json", "--address", router))
+    assert [row["position"] for row in scored["rows"]] == [0, 1, 2]
+    assert scored["rows"][2]["log_prob"] is None
+    assert json.loads(run("ranks", "--json", "--manager", manager))["group_state"] == "ready"
+    assert "all " in run("pages", "--check", "--manager", manager)
+    assert json.loads(run("conversations", "--json", "--manager", manager)) == []
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=40) == 0
