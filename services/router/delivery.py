@@ -27,7 +27,7 @@ Event = router_pb2.Waiting | router_pb2.Filling | Tokens | router_pb2.ScoredRows
 
 
 class Mailbox:
-    """Events of one stream, in order. Progress replaces undelivered progress and tokens join undelivered tokens, so a slow
+    """Events of one stream, in order. Progress replaces undelivered progress of its kind and tokens join undelivered tokens, so a slow
     reader gets fewer, larger messages. `wake` is called when a full mailbox was drained."""
 
     def __init__(self, wake: asyncio.Event) -> None:
@@ -57,7 +57,8 @@ class Mailbox:
                 event = last
         elif isinstance(event, router_pb2.ScoredRows):
             self._bytes += event.ByteSize()
-        if isinstance(last, router_pb2.Waiting | router_pb2.Filling) or event is last:
+        progress = isinstance(event, router_pb2.Waiting | router_pb2.Filling) and type(last) is type(event)
+        if progress or event is last:
             self._events.pop()
         self._events.append(event)
         self._arrived.set()

@@ -109,11 +109,7 @@ async def test_a_reader_that_stops_pauses_only_its_own_conversation(monkeypatch:
             "/latentpool.v1.Router/Generate",
             request_serializer=router_pb2.GenerateRequest.SerializeToString,
             response_deserializer=router_pb2.GenerateResponse.FromString,
-        )(
-            router_pb2.GenerateRequest(
-                token_ids=router_pb2.TokenIds(ids=PROMPT), sampling=Sampling(ignore_eos=True).to_proto()
-            )
-        )
+        )(router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(ids=PROMPT), sampling=Sampling(ignore_eos=True).to_proto()))
         book = rig.router._group._loop.book
         await rig.until(lambda: any(c.mailbox.full for c in book.seated.values()), "its mailbox never fills", 15)
         (stuck,) = [c for c in book.seated.values() if c.mailbox.full]
@@ -142,7 +138,9 @@ async def test_the_youngest_makes_room_when_no_page_is_left() -> None:
         old, old_events = start(rig, PROMPT, Sampling(max_tokens=600, ignore_eos=True))
         await rig.until(lambda: chunks(old_events), "the first does not run")
         young, _ = start(rig, PROMPT[:70], Sampling(max_tokens=600, ignore_eos=True))
-        with pytest.raises(BusyError, match=r"no page is left for this conversation at \d+ tokens: 2 conversations hold all 12"):
+        with pytest.raises(
+            BusyError, match=r"no page is left for this conversation at \d+ tokens: 2 conversations hold all 12"
+        ):
             await young
         await old
         assert chunks(old_events) == reply(PROMPT, 600)

@@ -33,7 +33,11 @@ async def test_a_reply_is_streamed_with_its_completion(world: int) -> None:
         assert ids(events) == said
         *_, completion = events
         assert completion.finish_reason == router_pb2.FINISH_REASON_LENGTH
-        assert (completion.usage.prompt_tokens, completion.usage.cached_tokens, completion.usage.generated_tokens) == (150, 0, 20)
+        assert (completion.usage.prompt_tokens, completion.usage.cached_tokens, completion.usage.generated_tokens) == (
+            150,
+            0,
+            20,
+        )
         assert completion.seed == 5
         packed = bytes([1]) + struct.pack(f"<I{150 + 20}I", 150, *prompt, *said)
         assert completion.receipt.sha256 == hashlib.sha256(packed).hexdigest()
