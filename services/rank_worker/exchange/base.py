@@ -52,8 +52,10 @@ class Exchange(Protocol):
         ValueError if a count is above the maximum or the slot is in flight."""
 
     def wait(self, slot: Slot, deadline: float) -> None:
-        """Until everything of `slot` has been received and its send buffer may be written again. Raises LinkError naming the
-        rank: at once when a peer is gone, after `deadline` seconds when it is silent."""
+        """Until everything of `slot` has been received and its send buffer may be written again; never before all peers that
+        share rows of it with this rank have enqueued it too. Raises LinkError naming the rank that the trouble began with:
+        at once (over shared memory within UCX's keepalive interval) when any peer is gone, after `deadline` seconds when one
+        of this slot's is silent. After a LinkError the exchange stays broken: abort it and make another."""
 
     def close(self) -> None:
         """Flushes what is in flight, says goodbye, releases everything. Idempotent."""

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-CHANNELS = 0xFFFF
-"""Channels an exchange can have: 16 bits of the tag, channel 0 being the exchange's own."""
+CHANNELS = 0x7FFF
+"""Channels an exchange can have: 15 bits of the tag, the 16th being for receipts and channel 0 the exchange's own."""
 
 
 def page_aligned(shape: Sequence[int], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:

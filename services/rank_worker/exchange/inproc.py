@@ -87,7 +87,10 @@ class _Member:
                 other.greetings[self.rank] = mine
                 other.changed.notify()
             self._wait_until(
-                lambda: self._peers.keys() <= self.greetings.keys(), deadline, self._ungreeted, "did not answer the greeting"
+                lambda: self._peers.keys() <= self.greetings.keys(),
+                deadline,
+                self._ungreeted,
+                f"did not answer the greeting within {deadline:g} s",
             )
             for peer in self._peers:
                 refusal = mine.refusal(peer, self.greetings[peer])
@@ -139,7 +142,10 @@ class _Member:
             if waiting:
                 self._raise_if_broken()
             self._wait_until(
-                lambda: not waiting, deadline, lambda: {peer for _, peer in waiting}, f"is silent on channel {slot.name}"
+                lambda: not waiting,
+                deadline,
+                lambda: {peer for _, peer in waiting},
+                f"was silent on channel {slot.name} for {deadline:g} s",
             )
             del self._waiting[slot]
             slot.in_flight = False

@@ -3,6 +3,10 @@
 Low-level ucxx: one worker, owned by the one thread that calls; endpoints from worker addresses (no listener); receives by
 tag, posted before sends. Nothing is sent, received or noticed outside of this module's calls. Requests do not hold their
 buffers and cannot be cancelled, so both stay referenced until they are complete, and forever if they never are.
+
+A send is complete when its bytes are copied, wherever the peer is. So a rank that gives a peer rows and gets none in return
+waits for a receipt instead: a `wait` returns only when the peers have enqueued the slot too. That bounds what can pile up at
+a receiver to the two parities of each channel, and makes every `wait` an acknowledgement.
 Settings, figures and the behaviour that this relies on: docs/data_plane.md.
 """
 
@@ -35,6 +39,7 @@ _ABORT_SECONDS = 0.05
 _ADDRESS = struct.Struct("<4sBBI")
 _ADDRESS_MAGIC = b"LPa1"
 _GREETING, _PARTING = 0, 1  # sequence numbers on channel 0 of epoch 0, which prepare never gives out
+_RECEIPT = 0x8000  # on the channel's number: nothing but word from a peer that it has enqueued the slot too
 _TURNS_A_CHECK = 32
 _CACHED_PREFIXES = 256
 
@@ -60,6 +65,7 @@ class _UcxExchange:
         blob: bytes = self._ucx.UCXAddress.create_from_worker(self._worker).tobytes()
         self._address: bytes = _ADDRESS.pack(_ADDRESS_MAGIC, rank, world, zlib.crc32(blob)) + blob
         self._channels = Channels(world)
+        self._nothing = self._array(np.zeros(1, np.uint8)[:0])
         self._sequence: dict[int, int] = {}
         self._epoch = 0
         self._endpoints: dict[int, Any] = {}
@@ -148,15 +154,23 @@ class _UcxExchange:
             for peer, endpoint in self._endpoints.items():
                 if recv[peer] * slot.row_bytes:
                     tag = make_tag(_tag(peer, self._epoch, slot.channel, sequence))
-                    posted.append(
-                        (endpoint.tag_recv(self._prefix(slot, False, peer, recv[peer]), tag), peer, slot.recv_bytes[peer])
-                    )
+                    into = self._prefix(slot, False, peer, recv[peer])
+                elif send[peer] * slot.row_bytes:
+                    tag = make_tag(_tag(peer, self._epoch, slot.channel | _RECEIPT, sequence))
+                    into = self._nothing
+                else:
+                    continue
+                posted.append((endpoint.tag_recv(into, tag), peer, slot.recv_bytes[peer]))
             tag = make_tag(_tag(self.rank, self._epoch, slot.channel, sequence))
+            receipt = make_tag(_tag(self.rank, self._epoch, slot.channel | _RECEIPT, sequence))
             for peer, endpoint in self._endpoints.items():
                 if send[peer] * slot.row_bytes:
-                    posted.append(
-                        (endpoint.tag_send(self._prefix(slot, True, peer, send[peer]), tag), peer, slot.send_bytes[peer])
-                    )
+                    request = endpoint.tag_send(self._prefix(slot, True, peer, send[peer]), tag)
+                elif recv[peer] * slot.row_bytes:
+                    request = endpoint.tag_send(self._nothing, receipt)
+                else:
+                    continue
+                posted.append((request, peer, slot.send_bytes[peer]))
         except self._ucx.UCXError as error:
             raise self._fail(f"rank {peer} is gone ({error})", peer) from error
 

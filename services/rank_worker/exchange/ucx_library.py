@@ -13,7 +13,7 @@ SETTINGS = {
     "UCX_TLS": "tcp,posix,cma,self",
     "UCX_MM_ERROR_HANDLING": "y",
     "UCX_KEEPALIVE_INTERVAL": "1s",
-    "UCX_RNDV_THRESH": "131072",
+    "UCX_RNDV_THRESH": "inf",
     "UCX_TCP_TX_SEG_SIZE": "128K",
     "UCX_TCP_RX_SEG_SIZE": "128K",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
