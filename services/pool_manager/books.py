@@ -5,11 +5,11 @@ Source: design section 5. The same calls give the same ids everywhere, so nothin
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from itertools import pairwise
+from itertools import chain
 
 
 class Kind(Enum):
@@ -84,24 +84,30 @@ class Books:
     def give_back(self, ids: Sequence[int], fence: int) -> None:
         """One holder lets go. An id without holders is free once rounds up to `fence` are answered. Raises ValueError for
         an id that nobody holds."""
+        unheld = []
         for page in ids:
             if not self._holders[page]:
                 raise ValueError(f"id {page} is given back, but nobody holds it")
             self._holders[page] -= 1
-            if self._holders[page]:
-                continue
-            if fence <= self._answered:
-                insort(self._free[page % self.residues], page)
-            else:
-                self._fenced.setdefault(fence, []).append(page)
+            if not self._holders[page]:
+                unheld.append(page)
+        if fence <= self._answered:
+            self._release(unheld)
+        elif unheld:
+            self._fenced.setdefault(fence, []).extend(unheld)
 
     def answered(self, seq: int) -> None:
         """All rounds up to `seq` are answered by every rank: what they touched may be written anew. Repeats and lower
         values change nothing."""
         self._answered = max(self._answered, seq)
         for fence in [fence for fence in self._fenced if fence <= self._answered]:
-            for page in self._fenced.pop(fence):
-                insort(self._free[page % self.residues], page)
+            self._release(self._fenced.pop(fence))
+
+    def _release(self, ids: Sequence[int]) -> None:
+        for residue in {page % self.residues for page in ids}:
+            free = self._free[residue]
+            free += [page for page in ids if page % self.residues == residue]
+            free.sort()  # two ascending runs: one merge, where inserting one by one would move the list for each
 
     def _hold(self, ids: Sequence[int]) -> None:
         for page in ids:
@@ -114,18 +120,20 @@ class Books:
         order, fences are ahead of what is answered, and the holders counted here are those of `held` (the ids of each
         lease)."""
         violations: list[str] = []
-        places: Counter[int] = Counter()
+        leases = Counter(page for ids in held for page in ids)
         for residue, free in enumerate(self._free):
-            places.update(free)
-            if any(a >= b for a, b in pairwise(free)):
+            if free != sorted(set(free)):
                 violations.append(f"free ids of residue {residue} are not in ascending order")
-            if any(page % self.residues != residue for page in free):
+            if not set(range(residue, self.pages, self.residues)).issuperset(free):
                 violations.append(f"residue {residue} has another residue's ids")
         for fence, ids in self._fenced.items():
-            places.update(ids)
             if fence <= self._answered:
                 violations.append(f"{len(ids)} ids wait for round {fence}, but round {self._answered} is answered")
-        leases = Counter(page for ids in held for page in ids)
+        unheld = sorted(chain(*self._free, *self._fenced.values()))
+        counted = {page: holders for page, holders in enumerate(self._holders) if holders}
+        if counted == leases and sorted(chain(unheld, counted)) == list(range(self.pages)):
+            return violations
+        places = Counter(unheld)
         for page, holders in enumerate(self._holders):
             if holders != leases[page]:
                 violations.append(f"id {page} counts {holders} holders, and {leases[page]} leases have it")
