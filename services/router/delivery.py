@@ -27,8 +27,8 @@ Event = router_pb2.Waiting | router_pb2.Filling | Tokens | router_pb2.ScoredRows
 
 
 class Mailbox:
-    """Events of one stream, in order. Progress replaces undelivered progress of its kind and tokens join undelivered tokens, so a slow
-    reader gets fewer, larger messages. `wake` is called when a full mailbox was drained."""
+    """Events of one stream, in order. Progress replaces undelivered progress of its kind and tokens join undelivered
+    tokens, so a slow reader gets fewer, larger messages. `wake` is called when a full mailbox was drained."""
 
     def __init__(self, wake: asyncio.Event) -> None:
         self._events: deque[Event] = deque()

@@ -380,7 +380,7 @@ class Rig:
     async def until(condition: Any, what: str, seconds: float = 10.0) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not condition():
+                while not condition():  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
                 return
         raise AssertionError(f"{what}, after {seconds:g} s")

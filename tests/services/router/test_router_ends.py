@@ -28,7 +28,7 @@ def start(rig: Rig, prompt=PROMPT, sampling: Sampling = LONG, **options) -> tupl
 
     async def run() -> None:
         async for event in rig.client.generate(prompt, sampling, **options):
-            events.append(event)
+            events.append(event)  # noqa: PERF401 - seen while it runs
 
     return asyncio.create_task(run()), events
 
@@ -56,7 +56,7 @@ async def test_a_client_that_goes_away_frees_everything(stage: str, how: str) ->
 
         async def consume() -> None:
             async for event in client.generate(PROMPT, LONG, timeout=0.4 if how == "deadline" else None):
-                events.append(event)
+                events.append(event)  # noqa: PERF401 - seen while it runs
 
         task = asyncio.create_task(consume())
         book = rig.router._group._loop.book
@@ -226,7 +226,7 @@ async def test_a_broken_worker_stream_ends_all_streams_with_the_reason() -> None
             with pytest.raises(EpochError, match=r"rank 1 at .* broke: the engine of rank 1 is gone"):
                 await task
         assert "the engine of rank 1 is gone" in str(await rig.router.ended())
-        with pytest.raises(EpochError, match="does not serve now: .*the engine of rank 1 is gone"):
+        with pytest.raises(EpochError, match=r"does not serve now: .*the engine of rank 1 is gone"):
             await rig.client.get_model()
 
 

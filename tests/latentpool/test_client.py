@@ -1,0 +1,134 @@
+"""The client against a server that answers as it is told: statuses become errors, with their words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from latentpool import net
+from latentpool.client import AdminClient, Client
+from latentpool.errors import BusyError, EpochError, LatentPoolError, NotServedError, RequestError
+from latentpool.sampling import Sampling
+from latentpool.v1 import plan_pb2, pool_admin_pb2, pool_admin_pb2_grpc, router_pb2, router_pb2_grpc
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Service(router_pb2_grpc.RouterServicer, pool_admin_pb2_grpc.PoolAdminServicer):
+    code: grpc.StatusCode | None = None
+    request: Any = None
+    hang = False
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.request = request
+        yield router_pb2.GenerateResponse(waiting=router_pb2.Waiting(ahead=1))
+        try:
+            if self.code:
+                await context.abort(self.code, "in these words")
+            if self.hang:
+                await asyncio.sleep(60)
+            for i in range(1000):
+                yield router_pb2.GenerateResponse(chunk=router_pb2.Chunk(first_index=i, token_ids=[i]))
+            yield router_pb2.GenerateResponse(completion=router_pb2.Completion(seed=4))
+        finally:
+            self.ended.set()
+
+    async def Score(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.request = request
+        yield router_pb2.ScoreResponse(rows=router_pb2.ScoredRows(best_ids=[3]))
+
+    async def GetModel(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if self.code:
+            await context.abort(self.code, "in these words")
+        return router_pb2.GetModelResponse(name="m")
+
+    async def GetPlan(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return pool_admin_pb2.GetPlanResponse(plan=plan_pb2.Plan(pages=7))
+
+    async def CheckIntegrity(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return pool_admin_pb2.CheckIntegrityResponse(violations=["page 3"], pages=7)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[tuple[Service, str]]:
+    service, server = Service(), net.server()
+    router_pb2_grpc.add_RouterServicer_to_server(service, server)
+    pool_admin_pb2_grpc.add_PoolAdminServicer_to_server(service, server)
+    address = net.bind(server, "127.0.0.1:0", "a test")
+    await server.start()
+    yield service, address
+    await server.stop(0)
+
+
+async def test_events_come_typed_and_in_order(served: tuple[Service, str]) -> None:
+    service, address = served
+    async with Client(address) as client:
+        events = [e async for e in client.generate("héllo", Sampling(top_k=3), request_id="r")]
+        assert [type(e).__name__ for e in (events[0], events[1], events[-1])] == ["Waiting", "Chunk", "Completion"]
+        assert (service.request.text, service.request.sampling.top_k, service.request.request_id) == ("héllo", 3, "r")
+        rows = [e async for e in client.score([1, 2], decode_from=1, raw_logits=True)]
+        assert rows[0].best_ids == [3]
+        assert (service.request.token_ids.ids, service.request.decode_from, service.request.raw_logits) == ([1, 2], 1, True)
+        [_ async for _ in client.score([1])]
+        assert not service.request.HasField("decode_from")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, RequestError),
+        (grpc.StatusCode.FAILED_PRECONDITION, NotServedError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, BusyError),
+        (grpc.StatusCode.UNAVAILABLE, EpochError),
+        (grpc.StatusCode.DATA_LOSS, LatentPoolError),
+    ],
+)
+async def test_statuses_become_errors_with_their_words(served: tuple[Service, str], code: Any, kind: type) -> None:
+    service, address = served
+    service.code = code
+    async with Client(address) as client:
+        with pytest.raises(kind, match="in these words") as raised:
+            [_ async for _ in client.generate([1])]
+        assert type(raised.value) is kind
+        with pytest.raises(kind, match="in these words"):
+            await client.get_model()
+
+
+async def test_leaving_the_iterator_cancels_the_call(served: tuple[Service, str]) -> None:
+    service, address = served
+    service.hang = True
+    async with Client(address) as client:
+        events = client.generate([1])
+        await anext(events)
+        await events.aclose()
+        await asyncio.wait_for(service.ended.wait(), 5)
+
+
+async def test_prompts_that_no_message_holds_are_request_errors(served: tuple[Service, str]) -> None:
+    async with Client(served[1]) as client:
+        for prompt in ([-1], [2**32], "\ud800"):
+            with pytest.raises(RequestError, match="prompt: "):
+                await anext(client.generate(prompt))
+
+
+async def test_nobody_there_is_said_with_the_address() -> None:
+    async with Client("127.0.0.1:1") as client:
+        with pytest.raises(EpochError, match=r"127\.0\.0\.1:1"):
+            await client.get_model()
+        with pytest.raises(EpochError, match=r"127\.0\.0\.1:1 is not ready after 0.1 s: "):
+            await client.wait_ready(0.1)
+
+
+async def test_the_admin_client_reads_the_managers_calls(served: tuple[Service, str]) -> None:
+    async with AdminClient(served[1]) as admin:
+        assert (await admin.get_plan()).pages == 7
+        assert await admin.check_integrity() == ["page 3"]
+        with pytest.raises(LatentPoolError, match="not implemented"):
+            await admin.get_ranks()
