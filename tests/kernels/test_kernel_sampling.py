@@ -67,8 +67,10 @@ def draw(
     scores, ids = np.empty((len(edges) - 1, T, C)), np.empty((len(edges) - 1, T, C), np.int32)
     for w, (low, high) in enumerate(itertools.pairwise(edges)):
         kernels.candidates(np.ascontiguousarray(logits[:, low:high]), low, *row, scores[w], ids[w])
-    out = np.full(T, -7, np.int32)
+    out, reverse = np.full(T, -7, np.int32), np.full(T, -7, np.int32)
     kernels.draw(scores, ids, *row, out)
+    kernels.draw(scores[::-1].copy(), ids[::-1].copy(), *row, reverse)
+    assert np.array_equal(out, reverse), "ties are decided by the token id and not by where it stands"
     return out.tolist()
 
 

@@ -27,6 +27,8 @@ def close(kernels: Kernels, ours: Array, theirs: Array, roundings: int = 1) -> N
     if kernels.dtype == "bf16":
         assert np.array_equal(ref.rounder("bf16")(ours), ours), "an output is not rounded to bf16"
         allowed += roundings * 2.0**-7 * np.abs(theirs)
+        differing = np.count_nonzero(ours != theirs)  # few, when both round at the same points
+        assert differing <= 2 + roundings * 0.02 * theirs.size, f"{differing} of {theirs.size} values are rounded otherwise"
     worst = np.max(np.abs(ours - theirs) - allowed, initial=0)
     assert worst <= 0, f"off by {np.abs(ours - theirs).max()} where values reach {size}"
 
@@ -146,7 +148,7 @@ def test_streams_are_copies_and_their_mean(kernels: Kernels) -> None:
     assert np.array_equal(back, e)
     X = compute(kernels, normal(rng, 3, 4, 10))
     kernels.hyper_mean(X, back)
-    close(kernels, back, X.astype(np.float64).mean(1))
+    close(kernels, back, ref.rounder(kernels.dtype)(X.astype(np.float64).mean(1)))
 
 
 @given(T=st.integers(1, 9), taps=st.integers(1, 5), seed=SEEDS)
@@ -183,12 +185,14 @@ def test_output_gate(kernels: Kernels) -> None:
 @few
 def test_pooled_keys(kernels: Kernels, P: int, seed: int) -> None:
     rng, r = np.random.default_rng(seed), ref.rounder(kernels.dtype)
-    keys, gates = (compute(kernels, normal(rng, 3, P, 12)) for _ in range(2))
-    ape = compute(kernels, normal(rng, P, 12))
-    out = kernels.empty((3, 12), "compute")
+    keys, gates = (compute(kernels, normal(rng, 20, P, 32)) for _ in range(2))
+    ape = compute(kernels, normal(rng, P, 32))
+    out = kernels.empty((20, 32), "compute")
     kernels.pool_keys(keys, gates, ape, out)
-    theirs = np.stack([ref.pool_key(*(x.astype(np.float64) for x in (keys[n], gates[n], ape)), r) for n in range(3)])
+    theirs = np.stack([ref.pool_key(*(x.astype(np.float64) for x in (keys[n], gates[n], ape)), r) for n in range(20)])
     assert np.abs(out - theirs).max() <= (2.0**-6 if kernels.dtype == "bf16" else 1e-5) * np.abs(keys).max()
+    if kernels.dtype == "bf16":
+        assert np.mean(out != theirs) < 0.03, "the shares, their products or the sum are rounded elsewhere"
 
 
 @PATHS
