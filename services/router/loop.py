@@ -127,7 +127,9 @@ class RoundLoop:
         if dry:
             self._relieve(dry)
         try:
-            await asyncio.wait_for(self.wake.wait(), _DRY_SECONDS if dry else PING_SECONDS)
+            # not wait_for: in Python 3.11 it swallows a cancellation that comes together with the event
+            async with asyncio.timeout(_DRY_SECONDS if dry else PING_SECONDS):
+                await self.wake.wait()
         except TimeoutError:
             self._ping_due = not dry
 

@@ -286,3 +286,12 @@ async def test_the_router_waits_for_a_manager_and_fronts_that_come_later() -> No
                 assert not lonely._task.done()
         finally:
             await lonely.stop()
+
+
+async def test_stopping_is_not_lost_when_there_is_work_at_the_same_moment() -> None:
+    async with Rig(1) as rig:
+        await rig.client.wait_ready(10)
+        await asyncio.sleep(0.05)  # the loop rests
+        rig.router._group._loop.wake.set()
+        async with asyncio.timeout(5):
+            await rig.router.stop()
