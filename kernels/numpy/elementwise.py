@@ -6,6 +6,8 @@ dot products of NumPy over the last axis (one BLAS call a row, its length fixed 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kernels.rows import Array
@@ -44,3 +46,9 @@ def ascending_sum(parts: Array) -> Array:
     for part in parts[1:]:
         total += part
     return total
+
+
+def slabs(rows: int) -> Iterator[slice]:
+    """Row ranges small enough that an operation of many passes stays in the processor's cache."""
+    for start in range(0, rows, 64):
+        yield slice(start, min(start + 64, rows))

@@ -11,6 +11,9 @@ from kernels.numpy.products import BLOCK, product
 from kernels.numpy.rounding import Round
 from kernels.rows import Array
 
+GEMM_ROWS = 16
+"""Rows of a group from which one gemm takes less time than a gemv each (measured)."""
+
 
 def route(
     path: Path, x: Array, w: Array, bias: Array, groups: int, groups_kept: int, normalise: bool, scale: float,
@@ -43,44 +46,46 @@ def routed(
     path: Path, x: Array, experts: Array, weights: Array, rows: int, gate_up: Array, down: Array, limit: float,
     out: Array, rounded: Round,
 ) -> None:  # fmt: skip
-    out[...] = 0
-    if path is Path.DECODE:
-        _rows(x[:rows], experts[:rows], weights[:rows], gate_up, down, limit, out[:rows], rounded)
-        return
-    for start in range(0, rows, BLOCK):
-        here = slice(start, min(start + BLOCK, rows))
-        _block(x[here], experts[here], weights[here], gate_up, down, limit, out[here], rounded)
-
-
-def _rows(
-    x: Array, experts: Array, weights: Array, gate_up: Array, down: Array, limit: float, out: Array, rounded: Round
-) -> None:
-    """A gemv a row and chosen expert."""
-    T, k = experts.shape
-    hidden = np.empty((T, k, gate_up.shape[1]), np.float32)
-    for t in range(T):
-        for i, e in enumerate(experts[t]):
-            np.matmul(gate_up[e], x[t], out=hidden[t, i])
-    rounded(hidden)
-    active = np.empty((T, k, down.shape[2]), np.float32)
-    swiglu(hidden, limit, active, rounded)
-    for t in range(T):
-        for i, e in enumerate(experts[t]):
-            part = np.matmul(down[e], active[t, i])
-            part *= weights[t, i]
-            out[t] += part
+    out[rows:] = 0
+    step = rows if path is Path.DECODE else BLOCK
+    for start in range(0, rows, step or 1):
+        here = slice(start, min(start + step, rows))
+        _block(path, x[here], experts[here], weights[here], gate_up, down, limit, out[here], rounded)
 
 
 def _block(
-    x: Array, experts: Array, weights: Array, gate_up: Array, down: Array, limit: float, out: Array, rounded: Round
+    path: Path, x: Array, experts: Array, weights: Array, gate_up: Array, down: Array, limit: float, out: Array, rounded: Round
 ) -> None:
-    """The real rows of one block, grouped by expert, experts ascending."""
-    for e in np.unique(experts):
-        rows, places = np.nonzero(experts == e)
-        hidden = np.matmul(x[rows], gate_up[e].T)
-        rounded(hidden)
-        active = np.empty((len(rows), down.shape[2]), np.float32)
-        swiglu(hidden, limit, active, rounded)
-        part = np.matmul(active, down[e].T)
-        part *= weights[rows, places][:, None]
-        out[rows] += part
+    """Real rows only, all of one block on the prompt path. A pair is a row and one of its experts, sorted by expert."""
+    T, k = experts.shape
+    names = experts.ravel()
+    order = np.argsort(names, kind="stable")
+    found, starts = np.unique(names[order], return_index=True)
+    groups = list(zip(found.tolist(), starts.tolist(), [*starts[1:].tolist(), T * k], strict=True))
+
+    inputs = x[order // k]
+    hidden = np.empty((T * k, gate_up.shape[1]), np.float32)
+    for e, first, end in groups:
+        _group_product(path, inputs[first:end], gate_up[e], hidden[first:end])
+    rounded(hidden)
+    active = np.empty((T * k, down.shape[2]), np.float32)
+    swiglu(hidden, limit, active, rounded)
+    sorted_parts = np.empty((T * k, x.shape[1]), np.float32)
+    for e, first, end in groups:
+        _group_product(path, active[first:end], down[e], sorted_parts[first:end])
+
+    parts = np.empty_like(sorted_parts)
+    parts[order] = sorted_parts
+    parts = parts.reshape(T, k, -1)
+    parts *= weights[:, :, None]
+    out[...] = parts[:, 0]
+    for i in range(1, k):
+        out += parts[:, i]
+
+
+def _group_product(path: Path, x: Array, w: Array, out: Array) -> None:
+    """A gemv a row, always on the decode path; on the prompt path a group that is worth packing the weights is a gemm."""
+    if path is Path.PROMPT and len(x) >= GEMM_ROWS:
+        np.matmul(x, w.T, out=out)
+    else:
+        np.matmul(w, x[:, :, None], out=out[:, :, None])

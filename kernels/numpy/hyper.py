@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from kernels.api import Path
-from kernels.numpy.elementwise import ascending_sum, mean_square, sigmoid
+from kernels.numpy.elementwise import mean_square, sigmoid, slabs
 from kernels.numpy.products import product
 from kernels.numpy.rounding import Round
 from kernels.rows import Array
@@ -37,54 +39,82 @@ def pre(
     z = np.empty((T, (2 + N) * N), np.float32)
     product(path, flat, fn, z)
     z /= root[:, None]
-    z *= np.repeat(scale, (N, N, N * N))
+    z *= scale[_scale_of_entry(N)]
     z += base
 
-    gates = np.ascontiguousarray(z[:, : 2 * N])
+    gates = z[:, : 2 * N].copy()
     sigmoid(gates, gates)
-    weights = gates[:, :N] + np.float32(hyper_eps)
     np.multiply(gates[:, N:], np.float32(2.0), out=post)
     rounded(post)
-
-    mix = sinkhorn(np.ascontiguousarray(z[:, 2 * N :].T).reshape(N, N, T), np.float32(hyper_eps), iters)
+    mix = z[:, 2 * N :].T.copy().reshape(N, N, T)
+    sinkhorn(mix, hyper_eps, iters)
     comb[...] = mix.transpose(2, 0, 1)
     rounded(comb)
 
-    np.multiply(X[:, 0], weights[:, 0, None], out=x)
-    for n in range(1, N):
-        x += X[:, n] * weights[:, n, None]
+    weights = gates[:, :N, None] + np.float32(hyper_eps)
+    for rows in slabs(T):
+        weighted = X[rows] * weights[rows]
+        total = x[rows]
+        total[...] = weighted[:, 0]
+        for n in range(1, N):
+            total += weighted[:, n]
     rounded(x)
 
 
-def sinkhorn(C: Array, eps: np.float32, iters: int) -> Array:
-    """Steps 4 and 5 in place on C [N, N, T]: rows last, so that every sum is a few additions of contiguous vectors."""
-    rows = C.transpose(1, 0, 2)  # the same memory, indexed [column, row, T]
-    top = rows[0].copy()
-    for column in rows[1:]:
+@functools.cache
+def _scale_of_entry(N: int) -> Array:
+    """Which of the three scales each entry of z takes."""
+    return np.repeat(np.arange(3), (N, N, N * N))
+
+
+def sinkhorn(C: Array, eps: float, iters: int) -> None:
+    """Steps 4 and 5 in place on logits C [N, N, T].
+
+    Rows of the call come last: every sum is then a few additions of contiguous vectors, eps first and members ascending,
+    which look the same for one row and for many. 39 normalisations a call: views are made once, calls are kept few.
+    """
+    N, _, T = C.shape
+    by_row = list(C)
+    by_column = list(C.transpose(1, 0, 2))
+    top = by_column[0].copy()
+    for column in by_column[1:]:
         np.maximum(top, column, out=top)
     C -= top[:, None]
     np.exp(C, out=C)
-    C /= ascending_sum(rows)[:, None]
-    C += eps
+
+    total, margin = np.zeros((N, T), np.float32), np.full((N, T), eps, np.float32)
+    total_of_row = total[:, None]
+    _sum(total, by_column, total)
+    C /= total_of_row
+    C += margin
     for step in range(iters):
         if step:
-            total = ascending_sum(rows)
-            total += eps
-            C /= total[:, None]
-        total = ascending_sum(C)
-        total += eps
-        C /= total
-    return C
+            _sum(margin, by_column, total)
+            np.divide(C, total_of_row, C)
+        _sum(margin, by_row, total)
+        np.divide(C, total, C)
+
+
+def _sum(start: Array, parts: list[Array], total: Array) -> None:
+    np.add(start, parts[0], total)
+    for part in parts[1:]:
+        np.add(total, part, total)
 
 
 def post(X: Array, y: Array, weights: Array, comb: Array, out: Array, rounded: Round) -> None:
     """Step 8: weights [T, N] and comb [T, N, N] as `pre` gave them."""
-    N = X.shape[1]
+    for rows in slabs(X.shape[0]):
+        _post(X[rows], y[rows], weights[rows], comb[rows], out[rows], rounded)
+
+
+def _post(X: Array, y: Array, weights: Array, comb: Array, out: Array, rounded: Round) -> None:
     np.multiply(comb[:, 0, :, None], X[:, 0, None, :], out=out)
-    for j in range(1, N):
-        out += comb[:, j, :, None] * X[:, j, None, :]
+    part = np.empty_like(out)
+    for j in range(1, X.shape[1]):
+        np.multiply(comb[:, j, :, None], X[:, j, None, :], out=part)
+        out += part
     rounded(out)
-    written = weights[:, :, None] * y[:, None, :]
-    rounded(written)
-    out += written
+    np.multiply(weights[:, :, None], y[:, None, :], out=part)
+    rounded(part)
+    out += part
     rounded(out)

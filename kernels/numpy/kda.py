@@ -142,8 +142,8 @@ def _decayed_products(q: Array, k: Array, total: Array) -> tuple[Array, Array]:
         decays[:, ~lower] = -np.inf  # [i, j] with j > i
         np.exp(decays, out=decays)
         decays *= k[:, None, sub]
-        A[:, sub, sub] = np.tril(np.matmul(decays, k[:, sub, :, None])[..., 0], -1)
-        M[:, sub, sub] = np.matmul(decays, q[:, sub, :, None])[..., 0]
+        A[:, sub, sub] = np.tril(np.vecdot(decays, k[:, sub, None, :]), -1)
+        M[:, sub, sub] = np.vecdot(decays, q[:, sub, None, :])
         if first:
             reference = total[:, first - 1 : first]
             since = np.exp(inside - reference)
