@@ -152,7 +152,8 @@ class Membership:
         """Sends heartbeats until cancelled: every second, and soon after news."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), _BEAT)
+                async with asyncio.timeout(_BEAT):
+                    await self._news.wait()
             self._news.clear()
             if self._outgoing.empty():  # a manager that does not read must not make a backlog
                 beat = pb.Heartbeat()

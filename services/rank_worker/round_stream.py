@@ -172,7 +172,8 @@ class RoundStream(rank_worker_pb2_grpc.RankWorkerServicer):
         deadline = clock() + _GRANT_PATIENCE
         while self._shut is None and term > self._granted.term and (left := deadline - clock()) > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
 
     def _check_open(self) -> None:
         if self._shut is not None:
@@ -195,6 +196,8 @@ class RoundStream(rank_worker_pb2_grpc.RankWorkerServicer):
             self._flow()
         except _RefusedError as refusal:
             stream.outgoing.put_nowait(refusal)
+        except grpc.aio.BaseError:
+            pass  # the call is over, and its handler knows
         except Exception as error:
             log.exception("round stream failed")
             stream.outgoing.put_nowait(_RefusedError(grpc.StatusCode.INTERNAL, f"rank {self._rank}: {error!r}"))

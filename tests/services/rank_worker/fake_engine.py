@@ -1,7 +1,7 @@
 """An engine that computes nothing: the frames, the order and the ends of a real one, as a process or a thread.
 
 `model` in its settings is a JSON file: {"at": STAGE, "do": FAULT, ...}. STAGE: prepare, load, lay_out, a round's seq as
-"round 3". FAULT: exit (with "code"), hang (never reads again), fail (a Failed frame with "setup", "peer"), garbage.
+"round 3". FAULT: exit (with "code"), raise, hang (never reads again; touches MODEL.hangs), fail (a Failed frame with "setup", "peer"), garbage.
 Rounds answer with a digest of their seq; a Decode answers with one token a lane, 1000 + seq.
 """
 
@@ -53,7 +53,10 @@ class Engine:
         match self.script["do"]:
             case "exit":
                 raise SystemExit(self.script["code"])
+            case "raise":
+                raise RuntimeError("the fake engine has a bug")
             case "hang":
+                Path(self.settings.model + ".hangs").touch()
                 while True:
                     time.sleep(1)
             case "fail":
@@ -103,12 +106,15 @@ class Engine:
 
 
 def serve(sock: socket.socket, settings: EngineSettings, exchange: object) -> int:
-    return Engine(sock, settings).run()
+    try:
+        return Engine(sock, settings).run()
+    except SystemExit as end:
+        return int(end.code)
 
 
 def main(arguments: list[str]) -> int:
     settings = msgspec.json.decode(arguments[0], type=EngineSettings)
-    return Engine(socket.socket(fileno=int(arguments[1])), settings).run()
+    return serve(socket.socket(fileno=int(arguments[1])), settings, None)
 
 
 if __name__ == "__main__":
