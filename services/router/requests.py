@@ -17,6 +17,8 @@ from services.router.text import Texts
 
 MAX_REQUEST_ID = 128
 
+Request = router_pb2.GenerateRequest | router_pb2.ScoreRequest
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -41,6 +43,7 @@ async def read_generate(request: router_pb2.GenerateRequest, limits: Limits, tex
     sampling = Sampling.from_proto(request.sampling)
     sampling.check(limits.geometry.vocab)
     tokens = await _prompt(request, limits, texts)
+    _refuse_images(tokens, request, limits.geometry)
     _check_context(len(tokens), sampling.max_tokens, limits.context)
     return Accepted(request.request_id, tokens, sampling)
 
@@ -53,6 +56,7 @@ async def read_score(request: router_pb2.ScoreRequest, limits: Limits, texts: Te
         raise RequestError(
             f"decode_from = {decode_from}: 1 to {len(tokens)}, the number of tokens", field="decode_from", tokens=len(tokens)
         )
+    _refuse_images(tokens[:decode_from], request, limits.geometry)  # from there on they are a reply's, which may hold any id
     if len(tokens) > limits.context:
         raise NotServedError(
             f"{len(tokens)} tokens to score: this group serves --context {limits.context}",
@@ -81,26 +85,25 @@ def _check_context(prompt: int, max_tokens: int | None, context: int) -> None:
         )
 
 
-async def _prompt(
-    request: router_pb2.GenerateRequest | router_pb2.ScoreRequest, limits: Limits, texts: Texts
-) -> npt.NDArray[np.uint32]:
+async def _prompt(request: Request, limits: Limits, texts: Texts) -> npt.NDArray[np.uint32]:
     if len(request.request_id) > MAX_REQUEST_ID:
         raise RequestError(f"request_id has {len(request.request_id)} characters: at most {MAX_REQUEST_ID}", field="request_id")
-    is_text = request.HasField("text")
-    ids: Sequence[int] = await texts.encode(request.text) if is_text else request.token_ids.ids
+    ids: Sequence[int] = await texts.encode(request.text) if request.HasField("text") else request.token_ids.ids
     if not ids:
         raise RequestError("the prompt is empty: send text or token_ids with at least one token", field="prompt")
     tokens = await texts.work(lambda: np.array(ids, dtype=np.uint32))
-    geometry = limits.geometry
-    where = "the text's token" if is_text else "token_ids"
-    field = "text" if is_text else "token_ids.ids"
-    _refuse(tokens >= geometry.vocab, tokens, where, field, f"ids of this model are 0 to {geometry.vocab - 1}")
-    images = np.isin(tokens, np.array(geometry.image_ids, dtype=np.uint32))
-    _refuse(images, tokens, where, field, "an image or video token, and this build serves text only")
+    vocab = limits.geometry.vocab
+    _refuse(tokens >= vocab, tokens, request, f"ids of this model are 0 to {vocab - 1}")
     return tokens
 
 
-def _refuse(wrong: npt.NDArray[np.bool_], tokens: npt.NDArray[np.uint32], where: str, field: str, why: str) -> None:
+def _refuse_images(tokens: npt.NDArray[np.uint32], request: Request, geometry: Geometry) -> None:
+    images = np.isin(tokens, np.array(geometry.image_ids, dtype=np.uint32))
+    _refuse(images, tokens, request, "an image or video token, and this build serves text only")
+
+
+def _refuse(wrong: npt.NDArray[np.bool_], tokens: npt.NDArray[np.uint32], request: Request, why: str) -> None:
     if wrong.any():
+        where, field = ("the text's token", "text") if request.HasField("text") else ("token_ids", "token_ids.ids")
         index = int(wrong.argmax())
         raise RequestError(f"{where}[{index}] = {tokens[index]}: {why}", field=field, index=index, token=int(tokens[index]))

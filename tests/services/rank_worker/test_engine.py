@@ -26,7 +26,8 @@ PROMPT = EXPECTED["input_ids"].tolist()
 
 def settings(model: Path = MODEL, **changes: Any) -> EngineSettings:
     values = {
-        "model": str(model), "rank": 0, "world": 1, "dtype": "f32", "kv_cache": None, "memory_bytes": 4 << 30, "page_rows": 64, "chunk_rows": 256,
+        "model": str(model), "rank": 0, "world": 1, "dtype": "f32", "kv_cache": None, "memory_bytes": 4 << 30,
+        "page_rows": 64, "chunk_rows": 256,
         "transport": "inproc", "net_devices": "lo", "dead_after": 5.0,
     }  # fmt: skip
     return EngineSettings(**(values | changes))  # type: ignore[arg-type]
