@@ -171,6 +171,9 @@ class Session:
             end = EpochError(f"the session with the pool manager at {self.address} broke: {error.details()}")
         except EpochError as error:
             end = error
+        except Exception as bug:
+            log.exception("the router failed at an answer of the pool manager")
+            end = EpochError(f"the router failed: {bug!r}")
         finally:
             if not self.ended.done():
                 self.ended.set_result(end)

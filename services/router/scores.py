@@ -37,7 +37,6 @@ def assemble(
     if logits is not None:
         columns = np.asarray(following, dtype=np.int64)
         chosen[: len(columns)] = logits[np.arange(len(columns)), columns]
-    chosen[len(following) :] = np.nan
     log_probs = chosen - (top + np.log(mass))
     winners = best[largest.argmax(axis=0), np.arange(rows)]
 

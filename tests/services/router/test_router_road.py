@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import struct
 
+import numpy as np
 import pytest
 from router_fakes import Rig, reply
 
@@ -46,3 +48,27 @@ async def test_a_reply_is_streamed_with_its_completion(world: int) -> None:
             if isinstance(event, router_pb2.Chunk):
                 assert event.first_index == index
                 index += len(event.token_ids)
+
+
+async def test_a_crowd_that_comes_and_goes_gets_the_replies_it_would_get_alone() -> None:
+    random = np.random.default_rng(11)
+    async with Rig(2, lanes=4, pages=40, chunk_rows=128) as rig:
+        await rig.client.wait_ready(10)
+
+        async def one(i: int, leaves: bool) -> None:
+            prompt = random.integers(0, 240, random.integers(2, 300)).tolist()
+            count = int(random.integers(1, 120))
+            await asyncio.sleep(random.random() * 0.5)
+            if i % 5 == 0:
+                events = [e async for e in rig.client.score(prompt, decode_from=1 + len(prompt) // 2)]
+                best = [b for part in events if isinstance(part, router_pb2.ScoredRows) for b in part.best_ids]
+                assert best == [reply(prompt[: n + 1], 1)[0] for n in range(len(prompt))]
+                return
+            got: list[int] = []
+            async for event in rig.client.generate(prompt, Sampling(max_tokens=count, ignore_eos=True)):
+                got += ids([event])
+                if leaves and len(got) > count // 2:
+                    return
+            assert got == reply(prompt, count)
+
+        await asyncio.gather(*(one(i, bool(i % 3 == 0)) for i in range(40)))
