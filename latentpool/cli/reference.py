@@ -143,9 +143,10 @@ class _Case:
         split = self._get("decode.split")
         if split is None:
             return [*checks, self._absent("decode.split")]
-        start = int(split[0])
-        rows = (await self._runner.score(self._ids, start))[start - 1 :]
-        return checks + _by_rows(self._prefix + "f64.logits, decoded", rows, exact[start - 1 :])
+        # The statistics are stated for a whole prompt, so the rows before the split count here too.
+        return checks + _by_rows(
+            self._prefix + "f64.logits, decoded", await self._runner.score(self._ids, int(split[0])), exact
+        )
 
 
 def _within(key: str, got: Floats, wanted: NDArray[Any], scale: NDArray[Any], tolerance: float) -> Check:
