@@ -16,6 +16,7 @@ from kernels.rows import Array, RowView
 
 TILES = KEY_CHUNK // KEY_TILE
 MINUS_INF = np.float32(-np.inf)
+_ONES = np.ones(KEY_TILE, np.float32)
 
 
 def attend(
@@ -74,11 +75,10 @@ def _chunk(q: Array, keys: Array, seen: Array, scale: np.float32) -> State:
     masked = index >= seen[:, None]
     np.copyto(p, MINUS_INF, where=masked)
     top = p.max(axis=-1).max(axis=0)
-    with np.errstate(invalid="ignore"):  # -inf - -inf where nothing is seen: selected away below
+    with np.errstate(invalid="ignore"):  # -inf - -inf in rows of another kind, which are dropped
         p -= top[:, None]
-    np.exp(p, out=p)
-    np.copyto(p, np.float32(0), where=masked)
-    totals = np.vecdot(p, np.ones(KEY_TILE, np.float32))
+    np.exp(p, out=p)  # an unseen key gets exp(-inf) = 0, whatever its score was
+    totals = np.vecdot(p, _ONES)
     parts = np.matmul(p, keys)
     total, acc = totals[0].copy(), parts[0].copy()
     for tile in range(1, tiles):

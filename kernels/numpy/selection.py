@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kernels.api import KEY_TILE, Path
 from kernels.numpy.cached_rows import gather
 from kernels.numpy.elementwise import ascending_sum
+from kernels.numpy.products import BLOCK
 from kernels.numpy.rounding import Round
 from kernels.rows import Array, RowView
+
+SCORED_POOLS = 8 * KEY_TILE
+"""Pools a block is scored against at a time."""
+MINUS_INF = np.float32(-np.inf)
 
 
 def pool_keys(keys: Array, gates: Array, ape: Array, out: Array, rounded: Round) -> None:
@@ -31,37 +38,71 @@ def select(
     lists: Array, counts: Array,
 ) -> None:  # fmt: skip
     lists[...] = -1
-    members = np.arange(pool)
-    for t in range(len(positions)):
-        length = int(positions[t]) + 1
-        if length <= 0:
-            counts[t] = 0
-            continue
-        if length <= kept * pool + pool - 1:
-            lists[t, :length] = np.arange(length)
-            counts[t] = length
-            continue
-        complete = length // pool
-        chosen = best(scores(q[t], weights[t], view, int(lanes[t]), complete), kept)
-        lists[t, : kept * pool] = (chosen[:, None] * pool + members).ravel()
-        tail = np.arange(complete * pool, length)
-        lists[t, kept * pool : kept * pool + len(tail)] = tail
-        counts[t] = kept * pool + len(tail)
+    lengths = positions + 1
+    dense = lengths <= kept * pool + pool - 1
+    counts[dense] = np.maximum(lengths[dense], 0)
+    for t in np.flatnonzero(dense):
+        lists[t, : counts[t]] = np.arange(counts[t])
+    complete = lengths // pool
+    for rows, pools in _scores(path, q, weights, view, lanes, complete, np.flatnonzero(~dense)):
+        members = (best(pools, kept)[:, :, None] * pool + np.arange(pool)).reshape(len(rows), -1)
+        tail = complete[rows, None] * pool + np.arange(pool - 1)
+        lists[rows, : kept * pool] = members
+        lists[rows, kept * pool :] = np.where(tail < lengths[rows, None], tail, -1)
+        counts[rows] = kept * pool + lengths[rows] % pool
 
 
-def scores(q: Array, weights: Array, view: RowView, lane: int, complete: int) -> Array:
-    """Scores of pools 0..complete-1 for one query, float32: q [n_I, d_I], weights [n_I]."""
+def _scores(
+    path: Path, q: Array, weights: Array, view: RowView, lanes: Array, complete: Array, scored: Array
+) -> Iterator[tuple[Array, Array]]:
+    """Rows that go together, and their scores [rows, pools], -inf from each row's `complete` on."""
+    if path is Path.DECODE:
+        for t in scored:
+            yield np.array([t]), _row_scores(q[t], weights[t], view, int(lanes[t]), int(complete[t]))[None]
+        return
+    for start in range(0, len(q), BLOCK):
+        rows = scored[(scored >= start) & (scored < start + BLOCK)]
+        if len(rows) > 0:
+            block = slice(start, start + BLOCK)
+            longest = int(complete[rows].max())
+            pools = _block_scores(q[block], weights[block], view, int(lanes[rows[0]]), longest)[rows - start]
+            np.copyto(pools, MINUS_INF, where=np.arange(longest) >= complete[rows, None])
+            yield rows, pools
+
+
+def _row_scores(q: Array, weights: Array, view: RowView, lane: int, complete: int) -> Array:
+    """Scores of pools 0..complete-1 for one row: q [n_I, d_I], weights [n_I]."""
     keys = gather(view, lane, np.arange(complete), KEY_TILE)
-    heads = np.matmul(keys, q.T)  # [tiles, 64, n_I]
-    heads *= np.float32(1.0 / np.sqrt(q.shape[1]))
+    scores: Array = _weigh(np.matmul(keys, q.T), weights, q.shape[1]).reshape(-1)
+    return scores[:complete]
+
+
+def _block_scores(q: Array, weights: Array, view: RowView, lane: int, longest: int) -> Array:
+    """Scores [64, pools] of a block of one lane, q [64, n_I, d_I]: all its rows are multiplied with a tile together."""
+    rows, heads, width = q.shape
+    queries = q.reshape(rows * heads, width).T
+    scores = np.empty((rows, longest), np.float32)
+    for first in range(0, longest, SCORED_POOLS):
+        ids = np.arange(first, min(first + SCORED_POOLS, longest))
+        keys = gather(view, lane, ids, KEY_TILE)
+        part = np.matmul(keys, queries).reshape(-1, rows, heads)  # [pools, 64, n_I]
+        scores[:, ids] = _weigh(part, weights, width)[: len(ids)].T
+    return scores
+
+
+def _weigh(heads: Array, weights: Array, width: int) -> Array:
+    """Σ_i weights_i relu(heads_i / sqrt(d_I)) over the last axis; heads is overwritten."""
+    heads *= np.float32(1.0 / np.sqrt(width))
     np.maximum(heads, np.float32(0), out=heads)
-    return np.vecdot(heads, weights).reshape(-1)[:complete]
+    total: Array = np.vecdot(heads, weights)
+    return total
 
 
 def best(scores: Array, kept: int) -> Array:
-    """The `kept` best, ascending, ties to the lower index; NaN counts as the worst."""
-    scores = np.fmax(scores, np.float32(-np.inf))
-    edge = np.partition(scores, len(scores) - kept)[len(scores) - kept]
-    above = np.flatnonzero(scores > edge)
-    level = np.flatnonzero(scores == edge)[: kept - len(above)]
-    return np.sort(np.concatenate((above, level)))
+    """The `kept` best columns of each row, ascending, ties to the lower one; NaN counts as the worst. [G, kept]."""
+    scores = np.fmax(scores, MINUS_INF)
+    edge = np.partition(scores, scores.shape[1] - kept, axis=1)[:, scores.shape[1] - kept, None]
+    above, level = scores > edge, scores == edge
+    missing = kept - np.count_nonzero(above, axis=1, keepdims=True)
+    above |= level & (np.cumsum(level, axis=1) <= missing)
+    return np.nonzero(above)[1].reshape(len(scores), kept)
