@@ -847,17 +847,21 @@ class EpochEnded(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ORDERLY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     reason: _builtins.str
+    orderly: _builtins.bool
+    """True where the operator asked for it."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         reason: _builtins.str = ...,
+        orderly: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "orderly", b"orderly", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -197,7 +197,7 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
     def _ended(self, error: LatentPoolError | None, reason: str) -> None:
         self._later = asyncio.create_task(self._say(health_pb2.HealthCheckResponse.NOT_SERVING))
         if self._router is not None:
-            gone = pb.EpochEnded(epoch=self._group.epoch, reason=reason)
+            gone = pb.EpochEnded(epoch=self._group.epoch, reason=reason, orderly=error is None)
             self._router.stream.send(pb.SessionResponse(epoch_ended=gone))
             self._router.stream.close()
         if not self._end.done():

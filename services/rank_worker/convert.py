@@ -39,6 +39,7 @@ def _operation(message: rank_worker_pb2.Operation) -> frames.Operation | None:
                 tokens=list(prompt.tokens),
                 last=prompt.last,
                 logits=int(prompt.logits),
+                following=prompt.following if prompt.HasField("following") else -1,
             )
         case "decode":
             decode = message.decode
@@ -47,6 +48,7 @@ def _operation(message: rank_worker_pb2.Operation) -> frames.Operation | None:
                 rows=decode.rows,
                 forced=list(decode.forced),
                 logits=int(decode.logits),
+                following=list(decode.following),
             )
         case "free":
             return frames.Free(lane=message.free.lane)

@@ -162,7 +162,8 @@ class Session:
             while True:
                 answer = await self._read(call)
                 if answer.HasField("epoch_ended"):
-                    end = EpochError(answer.epoch_ended.reason)
+                    gone = answer.epoch_ended
+                    end = None if gone.orderly else EpochError(gone.reason)
                     break
                 on_answer(answer)
         except EOFError:

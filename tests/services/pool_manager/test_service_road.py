@@ -159,7 +159,8 @@ async def test_an_operators_stop_is_orderly_for_everyone(place: MakePlace) -> No
         stop = (await worker.get()).stop
         assert (stop.orderly, stop.reason) == (True, "stopped by its operator")
         assert await worker.get() is None
-    assert (await router.get()).epoch_ended.reason == "stopped by its operator"
+    gone = (await router.get()).epoch_ended
+    assert (gone.orderly, gone.reason) == (True, "stopped by its operator")
     assert await router.get() is None
     assert await ended is None
     await here.manager.stop()

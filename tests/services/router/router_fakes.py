@@ -325,8 +325,8 @@ class FakeManager(pool_manager_pb2_grpc.PoolManagerServicer):
         self.mismatches.append(mismatch.message)
         self.end(mismatch.message)
 
-    def end(self, reason: str) -> None:
-        ended = pool_manager_pb2.EpochEnded(epoch=1, reason=reason)
+    def end(self, reason: str, orderly: bool = False) -> None:
+        ended = pool_manager_pb2.EpochEnded(epoch=1, reason=reason, orderly=orderly)
         self.out.put_nowait(pool_manager_pb2.SessionResponse(epoch_ended=ended))
         self.out.put_nowait(None)
 

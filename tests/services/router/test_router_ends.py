@@ -241,6 +241,17 @@ async def test_the_managers_reason_ends_all_streams() -> None:
         assert str(await rig.router.ended()) == "rank 1 was silent for 30 s"
 
 
+async def test_an_orderly_end_of_the_group_is_no_failure_of_the_router() -> None:
+    async with Rig(2) as rig:
+        await rig.client.wait_ready(10)
+        task, events = start(rig)
+        await rig.until(lambda: chunks(events), "no token")
+        rig.manager.end("stopped by its operator", orderly=True)
+        with pytest.raises(EpochError, match="the group was stopped"):
+            await task
+        assert await rig.router.ended() is None
+
+
 async def test_stopping_the_router_ends_streams() -> None:
     async with Rig(2) as rig:
         await rig.client.wait_ready(10)
