@@ -124,9 +124,9 @@ class Rank:
         slots = [self._slots[a[0]][a[1]] if isinstance(a, tuple) and a and isinstance(a[0], str) else a for a in arguments]
         getattr(self._exchange, method)(*slots)
 
-    def replace_send(self, name: str) -> None:
+    def replace(self, name: str, buffer: str) -> None:
         slot = self._slots[name][0]
-        slot.send = np.ascontiguousarray(slot.send)[::1].copy()
+        setattr(slot, buffer, getattr(slot, buffer).copy())
 
     def freeze_recv(self, name: str) -> None:
         self._slots[name][0].recv.flags.writeable = False
@@ -143,10 +143,12 @@ class Rank:
     def threads(self) -> int:
         return len(os.listdir("/proc/self/task"))
 
-    def abandoned(self) -> int:
+    def abandoned(self, name: str) -> list[bool]:
+        """Whether the receive buffer of each parity is kept for ever."""
         from services.rank_worker.exchange import ucx
 
-        return len(ucx._abandoned)
+        kept = [one for one in ucx._abandoned if isinstance(one, np.ndarray)]
+        return [any(np.shares_memory(one, slot.recv) for one in kept) for slot in self._slots[name]]
 
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)

@@ -168,11 +168,12 @@ def test_refuses_what_a_caller_must_not_do(group: Callable[[int], Group]) -> Non
 def test_refuses_arrays_that_are_not_the_link_buffers(group: Callable[[int], Group]) -> None:
     ranks = group(1)
     ranks.connect()
-    ranks.prepare("a", (8, 4))
-    ranks.prepare("b", (8, 4))
-    ranks.one(0, "replace_send", "a")
-    ranks.one(0, "freeze_recv", "b")
-    for name, says in (("a", "were replaced"), ("b", "writeable")):
+    for name in ("a", "b", "c"):
+        ranks.prepare(name, (8, 4))
+    ranks.one(0, "replace", "a", "send")
+    ranks.one(0, "replace", "b", "recv")
+    ranks.one(0, "freeze_recv", "c")
+    for name, says in (("a", "were replaced"), ("b", "were replaced"), ("c", "writeable")):
         kind, message, _ = ranks.one(0, "attempt", "enqueue", (name, 0), [0], [0])
         assert kind == "ValueError"
         assert says in message
@@ -268,6 +269,16 @@ def test_a_peer_that_dies_is_named_long_before_the_deadline(group: Callable[[int
     assert ranks.one(0, "enqueue", "rows", 1, 1, [8] * 3, [8] * 3)[::2] == ("LinkError", 2)
 
 
+def test_a_peer_that_dies_fails_also_who_waits_for_another(group: Callable[[int], Group]) -> None:
+    ranks = group(3)
+    ranks.connect()
+    ranks.prepare("rows", (8, 64))
+    assert ranks.one(0, "enqueue", "rows", 0, 0, [0, 8, 0], [0, 8, 0]) is None
+    ranks.ranks[0].post("wait", "rows", 0, 100.0)
+    ranks.ranks[2].kill()
+    assert ranks.answer(0, 20) == ("LinkError", "rank 2 is gone", 2)
+
+
 @pytest.mark.parametrize("row", [64, 1 << 20], ids=["512B", "8MiB"])
 def test_a_silent_peer_is_named_at_the_deadline(group: Callable[[int], Group], row: int) -> None:
     ranks = group(3)
@@ -319,10 +330,12 @@ def test_a_peer_that_closes_fails_only_who_needs_it(group: Callable[[int], Group
     assert ranks.one(2, "close", seconds=10) is None
     pair = [8, 8, 0]
     for round_ in (0, 1):
-        for rank in (0, 1):
-            assert ranks.one(rank, "enqueue", "rows", round_ % 2, round_, pair, pair) is None
-        for rank in (0, 1):
-            assert ranks.one(rank, "wait", "rows", round_ % 2, 10.0) == []
+        assert ranks.one(0, "enqueue", "rows", round_, round_, pair, pair) is None
+        ranks.ranks[0].post("wait", "rows", round_, 10.0)
+        time.sleep(0.5)  # long enough for rank 0 to have heard the goodbye and thought about it
+        assert ranks.one(1, "enqueue", "rows", round_, round_, pair, pair) is None
+        assert ranks.answer(0, 10) == []
+        assert ranks.one(1, "wait", "rows", round_, 10.0) == []
     assert ranks.one(0, "enqueue", "rows", 0, 2, [8] * 3, [8] * 3) in (
         None,
         ("LinkError", "rank 2 has closed its links", 2),
@@ -378,6 +391,21 @@ def test_rebuilds_leave_no_file_thread_or_segment(group: Callable[[int], Group],
 
 
 # ---- what is UCX's own -----------------------------------------------------------------------------------------
+
+
+def test_buffers_in_use_at_an_abort_are_never_freed() -> None:
+    ranks = Group([ProcessRank(rank) for rank in range(2)])
+    try:
+        ranks.connect()
+        ranks.prepare("rows", (8, 64))
+        assert ranks.exchange("rows", 0, 0, 8) == []
+        before = ranks.one(0, "abandoned", "rows")
+        assert ranks.one(0, "enqueue", "rows", 1, 1, [8, 8], [8, 8]) is None
+        assert ranks.all("abort") == [None] * 2
+        assert (before, ranks.one(0, "abandoned", "rows")) == ([False, False], [False, True])
+    finally:
+        for rank in ranks.ranks:
+            rank.kill()
 
 
 def test_settings_are_ours_unless_the_user_has_his_own() -> None:
