@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from latentpool.config import Switch
 from latentpool.errors import EpochError, LatentPoolError
 from latentpool.service import Service
 from services.pool_manager.service import PoolManager, PoolManagerSettings
+from services.rank_worker.engine_link import ENGINE_MODULE
 from services.rank_worker.exchange.inproc import Hub
 from services.rank_worker.front import RankWorker, RankWorkerSettings
 from services.router.service import Router, RouterSettings
@@ -40,7 +42,9 @@ class LocalGroup:
         chunk_rows: int = 2048,
         memory_bytes: int = 1 << 30,
         secret: bytes = b"",
+        engines: Mapping[int, str] | None = None,
     ) -> None:
+        """`engines`: ranks whose engine is another module than the product's, for tests of faults."""
         self.manager = PoolManager(
             PoolManagerSettings(world=world, context=context, parallel=parallel, kv_pages=kv_pages, split=split, secret=secret)
         )
@@ -61,6 +65,7 @@ class LocalGroup:
             for rank in range(world)
         ]
         self._hub = Hub(world) if transport == "inproc" else None
+        self._engines = engines or {}
         self._model, self._chunk_rows, self._secret = model, chunk_rows, secret
         self.workers: list[RankWorker] = []
         self.router: Router
@@ -82,7 +87,8 @@ class LocalGroup:
     async def _start(self) -> None:
         await self._run(self.manager)
         for settings in self._worker_settings:
-            worker = RankWorker(replace(settings, manager=self.manager.address), self._hub)
+            module = self._engines.get(settings.rank, ENGINE_MODULE)
+            worker = RankWorker(replace(settings, manager=self.manager.address), self._hub, engine_module=module)
             self.workers.append(worker)
             await self._run(worker)
         self.router = Router(
