@@ -581,12 +581,19 @@ class Admit(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
+    RETURNING_FIELD_NUMBER: _builtins.int
     conversation: _builtins.int
     lane: _builtins.int
     prompt_tokens: _builtins.int
     max_tokens: _builtins.int
     """Absent: until the limit."""
     request_id: _builtins.str
+    background: _builtins.bool
+    returning: _builtins.bool
+    """It was parked and comes back: it waits at the head of its class. prompt_tokens counts all its tokens so far, and
+    max_tokens those that may still come.
+    """
     def __init__(
         self,
         *,
@@ -595,10 +602,12 @@ class Admit(_message.Message):
         prompt_tokens: _builtins.int = ...,
         max_tokens: _builtins.int | None = ...,
         request_id: _builtins.str = ...,
+        background: _builtins.bool = ...,
+        returning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "conversation", b"conversation", "lane", b"lane", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "background", b"background", "conversation", b"conversation", "lane", b"lane", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "returning", b"returning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -713,16 +722,22 @@ class Extended(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GRANTS_FIELD_NUMBER: _builtins.int
+    PARK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grant]: ...
+    @_builtins.property
+    def park(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Conversations to park, because pages ran out: the youngest first. Each is ended by Finish and may return by Admit."""
+
     def __init__(
         self,
         *,
         grants: _abc.Iterable[Global___Grant] | None = ...,
+        park: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "park", b"park"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -226,11 +226,17 @@ class Bind(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
     lane: _builtins.int
     conversation: _builtins.int
     temperature: _builtins.float
     top_k: _builtins.int
     seed: _builtins.int
+    top_p: _builtins.float
+    """1: no cut."""
+    min_p: _builtins.float
+    """0: no cut."""
     def __init__(
         self,
         *,
@@ -239,10 +245,12 @@ class Bind(_message.Message):
         temperature: _builtins.float = ...,
         top_k: _builtins.int = ...,
         seed: _builtins.int = ...,
+        top_p: _builtins.float = ...,
+        min_p: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "lane", b"lane", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "lane", b"lane", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,6 +296,7 @@ class Prompt(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     LOGITS_FIELD_NUMBER: _builtins.int
     FOLLOWING_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
     lane: _builtins.int
     start: _builtins.int
     last: _builtins.bool
@@ -295,6 +304,8 @@ class Prompt(_message.Message):
     logits: Global___Logits.ValueType
     following: _builtins.int
     """The token after the chunk, for the score of its last row. Absent: unknown."""
+    log_probs: _builtins.int
+    """With `last`: score the sampled token, with this many of the likeliest less one; 0: do not."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -306,10 +317,11 @@ class Prompt(_message.Message):
         last: _builtins.bool = ...,
         logits: Global___Logits.ValueType = ...,
         following: _builtins.int | None = ...,
+        log_probs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_following", b"_following", "following", b"following"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_following", b"_following", "following", b"following", "lane", b"lane", "last", b"last", "logits", b"logits", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_following", b"_following", "following", b"following", "lane", b"lane", "last", b"last", "log_probs", b"log_probs", "logits", b"logits", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__following: _TypeAlias = _typing.Literal["following"]  # noqa: Y015
     _WhichOneofArgType__following: _TypeAlias = _typing.Literal["_following", b"_following"]  # noqa: Y015
@@ -328,8 +340,11 @@ class Decode(_message.Message):
     FORCED_FIELD_NUMBER: _builtins.int
     LOGITS_FIELD_NUMBER: _builtins.int
     FOLLOWING_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     logits: Global___Logits.ValueType
+    log_probs: _builtins.int
+    """Score the sampled tokens of every lane, with this many of the likeliest less one; 0: do not. Not with `logits`."""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -348,10 +363,11 @@ class Decode(_message.Message):
         forced: _abc.Iterable[_builtins.int] | None = ...,
         logits: Global___Logits.ValueType = ...,
         following: _abc.Iterable[_builtins.int] | None = ...,
+        log_probs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["following", b"following", "forced", b"forced", "lanes", b"lanes", "logits", b"logits", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["following", b"following", "forced", b"forced", "lanes", b"lanes", "log_probs", b"log_probs", "logits", b"logits", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -465,6 +481,8 @@ class Scores(_message.Message):
     BEST_FIELD_NUMBER: _builtins.int
     NEXT_FIELD_NUMBER: _builtins.int
     RAW_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGITS_FIELD_NUMBER: _builtins.int
     max: _builtins.bytes
     """float32 [rows]: largest logit here."""
     sum: _builtins.bytes
@@ -475,6 +493,11 @@ class Scores(_message.Message):
     """float32 [rows]: logit of the token that follows, NaN where it is another rank's or unknown."""
     raw: _builtins.bytes
     """float32 [rows, columns], with LOGITS_RAW."""
+    top_ids: _builtins.bytes
+    """uint32 and float32 [rows, log_probs - 1], with log_probs above 1: the largest logits here, descending, ties to the
+    lower id; padded with 2^32 - 1 and -inf where this rank has fewer columns.
+    """
+    top_logits: _builtins.bytes
     def __init__(
         self,
         *,
@@ -483,10 +506,12 @@ class Scores(_message.Message):
         best: _builtins.bytes = ...,
         next: _builtins.bytes = ...,
         raw: _builtins.bytes = ...,
+        top_ids: _builtins.bytes = ...,
+        top_logits: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best", b"best", "max", b"max", "next", b"next", "raw", b"raw", "sum", b"sum"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best", b"best", "max", b"max", "next", b"next", "raw", b"raw", "sum", b"sum", "top_ids", b"top_ids", "top_logits", b"top_logits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,24 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Priority:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
+    PRIORITY_FOREGROUND: _Priority.ValueType  # 1
+    PRIORITY_BACKGROUND: _Priority.ValueType  # 2
+
+class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper):
+    """Foreground conversations are served before background ones; within a class, first come first served."""
+
+PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
+PRIORITY_FOREGROUND: Priority.ValueType  # 1
+PRIORITY_BACKGROUND: Priority.ValueType  # 2
+Global___Priority: _TypeAlias = Priority  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -70,6 +88,10 @@ class Sampling(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 (and absent) is greedy: the largest logit, the lowest id on ties. At most 100."""
     top_k: _builtins.int
@@ -80,9 +102,21 @@ class Sampling(_message.Message):
     """Absent: until the limit of the context."""
     ignore_eos: _builtins.bool
     """Do not stop at the model's own end tokens."""
+    top_p: _builtins.float
+    """Keep the smallest set of likeliest tokens that holds this share of the probability, above 0 and at most 1. Absent: 1."""
+    min_p: _builtins.float
+    """Keep tokens at least this many times as likely as the likeliest, 0 to 1."""
+    log_probs: _builtins.int
+    """Return the log-probability of each reply token, and of this many likeliest tokens beside it, 0 to 20. Absent: none.
+    They are of the raw logits, before temperature and cuts.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The reply ends with one of these; they are not part of the text."""
+
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The reply ends where one of these appears in its text, which is not delivered. At most 16 of at most 256 bytes each."""
 
     def __init__(
         self,
@@ -93,19 +127,31 @@ class Sampling(_message.Message):
         max_tokens: _builtins.int | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
+        top_p: _builtins.float | None = ...,
+        min_p: _builtins.float = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        log_probs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "max_tokens", b"max_tokens", "seed", b"seed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_log_probs", b"_log_probs", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_top_p", b"_top_p", "log_probs", b"log_probs", "max_tokens", b"max_tokens", "seed", b"seed", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_log_probs", b"_log_probs", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "log_probs", b"log_probs", "max_tokens", b"max_tokens", "min_p", b"min_p", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__log_probs: _TypeAlias = _typing.Literal["log_probs"]  # noqa: Y015
+    _WhichOneofArgType__log_probs: _TypeAlias = _typing.Literal["_log_probs", b"_log_probs"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__log_probs) -> _WhichOneofReturnType__log_probs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
@@ -117,9 +163,11 @@ class GenerateRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for the request, shown in logs and listings; at most 128 characters."""
     text: _builtins.str
+    priority: Global___Priority.ValueType
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -131,10 +179,11 @@ class GenerateRequest(_message.Message):
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
         sampling: Global___Sampling | None = ...,
+        priority: Global___Priority.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -232,26 +281,61 @@ class Chunk(_message.Message):
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
     """Index of the first token of this message in the reply."""
     text: _builtins.str
     """Text that these tokens complete; "" while a character is incomplete or the checkpoint has no tokenizer."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def log_probs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogProb]:
+        """One a token, where asked for."""
+
     def __init__(
         self,
         *,
         first_index: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
+        log_probs: _abc.Iterable[Global___TokenLogProb] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "log_probs", b"log_probs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
+
+@_typing.final
+class TokenLogProb(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_PROB_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    log_prob: _builtins.float
+    @_builtins.property
+    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The likeliest tokens, in descending order."""
+
+    @_builtins.property
+    def top_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        log_prob: _builtins.float = ...,
+        top_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_log_probs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_prob", b"log_prob", "top_ids", b"top_ids", "top_log_probs", b"top_log_probs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogProb: _TypeAlias = TokenLogProb  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
@@ -260,20 +344,24 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    PARKED_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens that were resumed instead of computed."""
     generated_tokens: _builtins.int
+    parked: _builtins.int
+    """How often the conversation gave its pages to others and was computed again, which changes nothing in the reply."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         generated_tokens: _builtins.int = ...,
+        parked: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "generated_tokens", b"generated_tokens", "parked", b"parked", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -338,10 +426,13 @@ class Completion(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     owner: _builtins.int
     """The rank that kept the latent rows; 0 in a replicated group."""
     seed: _builtins.int
+    stop: _builtins.str
+    """The stop string that ended the reply, if one did."""
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
@@ -357,10 +448,11 @@ class Completion(_message.Message):
         seed: _builtins.int = ...,
         timings: Global___Timings | None = ...,
         receipt: Global___Receipt | None = ...,
+        stop: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "owner", b"owner", "receipt", b"receipt", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "owner", b"owner", "receipt", b"receipt", "seed", b"seed", "stop", b"stop", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

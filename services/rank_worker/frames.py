@@ -29,6 +29,8 @@ class Bind(_Frame):
     temperature: float
     top_k: int
     seed: int
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 class Table(_Frame):
@@ -49,6 +51,7 @@ class Prompt(_Frame):
     last: bool
     logits: int = 0
     following: int = -1
+    log_probs: int = 0
 
 
 class Decode(_Frame):
@@ -60,6 +63,7 @@ class Decode(_Frame):
     forced: list[int]
     logits: int = 0
     following: list[int] = []
+    log_probs: int = 0
 
 
 class Free(_Frame):
@@ -143,6 +147,8 @@ class Scores(_Frame):
     best: bytes
     next: bytes
     raw: bytes
+    top_ids: bytes = b""
+    top_logits: bytes = b""
 
 
 class OperationResult(_Frame):
