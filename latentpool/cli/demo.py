@@ -56,10 +56,12 @@ def demo(settings: Settings, prompt: PromptText = None) -> None:
             await _show(group, prompt or _PROMPT, console)
 
         with child_log(console, Path(directory) / "logs") as log:
-            asyncio.run(run_group(checked(settings, console), console, log, show))
+            done = asyncio.run(run_group(checked(settings, console), console, log, show))
     left = [remnant for group in groups for remnant in remnants(group)]
     if left:
         raise LatentPoolError("the group has stopped, but is still there: " + ", ".join(left))
+    if not done:
+        raise KeyboardInterrupt
     console.print("[dim]stopped: no process and no port is left[/]")
 
 

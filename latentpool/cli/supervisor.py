@@ -22,6 +22,9 @@ _PR_SET_PDEATHSIG = 1
 _GRACE = 10.0
 """Seconds that a child has to stop after SIGTERM, before it is killed."""
 
+_PREFIX = "latentpool: "
+"""What every command begins its error with."""
+
 Log = Callable[[str, str], None]
 """Takes a child's name and a line of its stderr."""
 
@@ -34,7 +37,7 @@ class Child:
     arguments: list[str]
     log: Log
     process: asyncio.subprocess.Process | None = None
-    lines: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=50))
+    lines: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=200))
     reader: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -68,12 +71,13 @@ class Child:
         code = await self.process.wait()
         # An engine that outlives its front would hold the pipe open.
         await asyncio.wait({self.reader}, timeout=1.0)
-        said = [line.removeprefix("latentpool: ") for line in self.lines if line.startswith("latentpool: ")]
-        if said:
-            return f"{self.name}: {said[-1]}"
+        lines = list(self.lines)
+        last_words = [at for at, line in enumerate(lines) if line.startswith(_PREFIX)]
+        if last_words:  # an error may list many things, a line each
+            return "\n".join(lines[last_words[-1] :]).removeprefix(_PREFIX)
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        last = f"; its last line: {self.lines[-1]}" if self.lines else ""
-        return f"{self.name} ended ({how}){last}"
+        last = f"; its last line: {lines[-1]}" if lines else ""
+        return f"ended ({how}){last}"
 
     async def stop(self) -> None:
         """Asks the process to stop, then kills its process group. Returns when it is gone."""
@@ -134,20 +138,23 @@ class Group:
             else:
                 writer.close()
                 return
-        raise SetupError(await child.ended())
+        raise SetupError(f"{child.name}: {await child.ended()}")
 
     async def failed(self) -> EpochError:
         """Waits until any process ends by itself; which one, and why."""
-        tasks = [asyncio.create_task(child.ended()) for child in self.children if child.process is not None]
+        tasks = {asyncio.create_task(child.ended()): child for child in self.children if child.process is not None}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # When one service fails the others follow within moments: the first words with a reason count.
+            # When one service fails others follow within moments, often for the same reason.
             await asyncio.wait(tasks, timeout=0.5)
-            reasons = [task.result() for task in tasks if task.done()]
+            names: dict[str, list[str]] = {}
+            for task, child in tasks.items():
+                if task.done():
+                    names.setdefault(task.result(), []).append(child.name)
         finally:
             for task in tasks:
                 task.cancel()
-        return EpochError("; ".join(reasons))
+        return EpochError("\n".join(f"{', '.join(who)}: {why}" for why, who in names.items()))
 
     async def stop(self) -> None:
         """Stops router, pool manager, workers, in this order; nothing is left of them. Idempotent."""

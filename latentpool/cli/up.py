@@ -27,7 +27,7 @@ from latentpool.units import format_tokens
 from latentpool.v1 import plan_pb2, pool_admin_pb2
 from services.rank_worker.memory import default_budget
 
-_ONE_SERVICE = ("manager", "rank", "advertise")
+_ONE_SERVICE = ("manager", "rank", "advertise", "take_over")
 UP = tuple(n for n in dict.fromkeys(services.WORKER + services.MANAGER + services.ROUTER) if n not in _ONE_SERVICE)
 _POLL = 0.2
 
@@ -65,9 +65,10 @@ def checked(settings: Settings, console: Console) -> Settings:
     return replace(settings, model=settings.model.resolve(), memory=memory)
 
 
-async def run_group(settings: Settings, console: Console, log: Log, work: Callable[[Group], Awaitable[None]]) -> None:
-    """Starts a group, waits until it serves, runs `work`, stops the group. SIGINT, SIGTERM and SIGHUP stop it at any moment;
-    before it serves they raise KeyboardInterrupt. Raises SetupError or EpochError if a process ends by itself."""
+async def run_group(settings: Settings, console: Console, log: Log, work: Callable[[Group], Awaitable[None]]) -> bool:
+    """Starts a group, waits until it serves, runs `work`, stops the group; whether work came to its end. SIGINT, SIGTERM and
+    SIGHUP stop it at any moment: while it serves, False; before, KeyboardInterrupt. Raises SetupError or EpochError if a
+    process ends by itself."""
     group = Group(settings, log)
     signals = 0
     interrupted = asyncio.Event()
@@ -86,10 +87,12 @@ async def run_group(settings: Settings, console: Console, log: Log, work: Callab
     stopping = asyncio.create_task(interrupted.wait())
     try:
         await asyncio.wait({life, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not interrupted.is_set():
-            await life
-        elif not serving.is_set():
-            raise KeyboardInterrupt
+        if interrupted.is_set():
+            if not serving.is_set():
+                raise KeyboardInterrupt
+            return False
+        await life
+        return True
     finally:
         stopping.cancel()
         life.cancel()

@@ -1,5 +1,7 @@
 """What holds for every command: help by example, errors in a line, exit codes; and the picture of the pool."""
 
+import socket
+
 import pytest
 from typer.testing import CliRunner
 
@@ -140,3 +142,26 @@ def test_one_page_in_use_shows_in_a_large_pool():
     assert len(lines) <= 10
     assert sum(line.count("█") for line in lines[1:-1]) == 1
     assert "a cell is 196 pages" in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "who"),
+    [
+        (("pool-manager", "--state-dir", "state", "--manager-bind"), "the pool manager"),
+        (("router", "--router-bind"), "router"),
+    ],
+)
+def test_a_service_whose_port_is_taken_says_so(arguments, who):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = run(*arguments, address)
+    assert result.exit_code == 2
+    said = [line for line in result.stderr.splitlines() if line.startswith("latentpool: ")]
+    assert len(said) == 1
+    assert f"{who} cannot listen on {address}: the address is taken" in said[0]
+
+
+def test_beyond_loopback_a_secret_is_needed():
+    result = run("pool-manager", "--state-dir", "state", "--manager-bind", "0.0.0.0:0")
+    assert result.exit_code == 2
+    assert "set --secret-file" in result.stderr

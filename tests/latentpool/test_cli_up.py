@@ -127,7 +127,7 @@ def test_a_child_that_dies_is_named(tmp_path, stopping):
     router = next(member for member in members if "router" in member.cmdline())
     router.kill()
     assert process.wait(timeout=40) == 1
-    assert "latentpool: router ended (killed by SIGKILL)" in said(tmp_path)
+    assert "latentpool: router: ended (killed by SIGKILL)" in said(tmp_path)
     assert_gone(members)
 
 
@@ -192,3 +192,33 @@ def test_the_commands_that_use_a_group(tmp_path, stopping):
     assert json.loads(run("conversations", "--json", "--manager", manager)) == []
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=40) == 0
+
+
+@pytest.mark.full
+def test_ctrl_c_stops_the_demo(tmp_path, stopping):
+    process = start(tmp_path, "demo")
+    stopping(process)
+    wait_for(lambda: len(family(process)) >= 4, process)
+    members = family(process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=40) == 130
+    assert_gone(members)
+
+
+def test_a_rank_that_cannot_load_ends_the_group_and_is_named(tmp_path, stopping):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_bytes((DEMO / "config.json").read_bytes())
+    whole = (DEMO / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    process = start(
+        tmp_path, "up", "--model", str(model), "--state-dir", str(tmp_path / "state"), "--log-dir", "logs", *ADDRESSES
+    )
+    stopping(process)
+    members = family(process)
+    assert process.wait(timeout=60) == 1
+    assert said(tmp_path).startswith(("latentpool: rank 0", "latentpool: rank 1"))
+    assert f"{model}: the checkpoint is not what its config.json promises" in said(tmp_path)
+    assert "model.safetensors: truncated" in said(tmp_path)
+    assert_gone(members)
+    assert {path.name for path in (tmp_path / "logs").iterdir()} >= {"rank-0.log", "pool-manager.log"}
