@@ -12,7 +12,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from latentpool import config
-from latentpool.config import Settings
 from latentpool.errors import ConfigError, LatentPoolError
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
@@ -100,8 +99,3 @@ def _shown(default: object) -> str:
     if isinstance(default, int) and default >= 1 << 30:
         return f"{default >> 30}GiB"
     return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def shown_settings(settings: Settings, *names: str) -> dict[str, object]:
-    """The named settings as plain JSON values."""
-    return {name: str(value) if isinstance(value := getattr(settings, name), Path) else value for name in names}
