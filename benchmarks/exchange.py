@@ -2,7 +2,8 @@
 
 An exchange is simultaneous: both ranks send n bytes and receive n bytes. Rows are microseconds an exchange (median and p99)
 and GB/s each way. Three transports: shared memory (the settings of the data plane), TCP (`UCX_TLS=tcp,self`), and, as the
-floor, a plain non-blocking Unix socket pair spun in the same way. UCX_* variables of the environment are passed on.
+floor, a plain non-blocking Unix socket pair spun in the same way. Each rank is pinned to a core of its own where there are
+two. UCX_* variables of the environment are passed on.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ def over_sockets(rank: int, pipe: Connection, seconds: float, pair: list[socket.
 
 
 def rank_main(transport: str, rank: int, pipe: Connection, seconds: float, pair: list[socket.socket]) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     os.environ.update(TRANSPORTS[transport])
     if transport == "socket pair":
         over_sockets(rank, pipe, seconds, pair)
@@ -149,7 +152,8 @@ def conditions() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()),
         "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 2),
+        "load_average_before": round(os.getloadavg()[0], 2),
+        "niceness": os.nice(0),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in ("ucxx-cu13", "libucx-cu13", "numpy")},
