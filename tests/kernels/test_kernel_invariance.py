@@ -10,7 +10,7 @@ from pathlib import Path as FilePath
 
 import numpy as np
 import pytest
-from kernel_cases import CASES, Case, Inputs, linear_case
+from kernel_cases import CASES, Case, Inputs, experts_case, linear_case
 
 from kernels.api import Kernels, Path
 from kernels.numpy import NumpyKernels
@@ -54,6 +54,10 @@ def test_a_unit_does_not_see_its_neighbours(kernels: Kernels, case: Case, path: 
 @pytest.mark.parametrize(("case", "path"), PAIRS)
 def test_a_unit_does_not_see_its_many_neighbours(kernels: Kernels, case: Case, path: Path, seed: int) -> None:
     check(kernels, case, path, units=6 if path is Path.PROMPT else 33, seed=10 + seed)
+
+
+def test_a_row_does_not_see_how_many_rows_chose_its_expert(kernels: Kernels) -> None:
+    check(kernels, experts_case(96, 2, 1, 48), Path.DECODE, units=48, seed=1)
 
 
 def test_the_check_catches_a_gemm_over_rows() -> None:
