@@ -238,13 +238,13 @@ def conv_case(T: int, C: int, taps: int) -> Case:
 def candidates_case(V: int, C: int) -> Case:
     def make(kernels: Kernels, rng: np.random.Generator, path: Path, rows: int) -> tuple[Inputs, Inputs]:
         i = {"logits": compute(kernels, 4 * normal(rng, rows, V)), "temperature": rng.choice([0.0, 0.5, 1.3], size=rows)}
-        i |= {"top_k": rng.choice([0, 1, 5, C], size=rows).astype(np.int32)}
+        i |= {"kept": rng.choice([0, 1, 5, C], size=rows).astype(np.int32)}
         return i | {name: rng.integers(1 << 63, size=rows).astype(np.uint64) for name in ("seed", "position")}, {}
 
     def call(kernels: Kernels, path: Path, i: Inputs, c: Inputs) -> tuple[Array, ...]:
         T = len(i["logits"])
         scores, ids = out(kernels, "f64", T, C), out(kernels, "i32", T, C)
-        kernels.candidates(i["logits"], 100, i["temperature"], i["top_k"], i["seed"], i["position"], scores, ids)
+        kernels.candidates(i["logits"], 100, i["temperature"], i["kept"], i["seed"], i["position"], scores, ids)
         return scores, ids
 
     return Case(f"candidates-{V}", make, call)

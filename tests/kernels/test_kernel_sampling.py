@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import compute, normal
 
 from kernels.api import Kernels
-from kernels.numpy.sampling import gumbel, ln, mix
+from kernels.numpy.sampling import exp, gumbel, ln, mix
 from kernels.rows import Array
 
 MASK = (1 << 64) - 1
@@ -57,21 +57,85 @@ def test_gumbel_numbers(seed: int, position: int, token: int) -> None:
 
 
 def draw(
-    kernels: Kernels, logits: Array, parts: list[int], temperature: float, top_k: int, seed: int, position: int
-) -> list[int]:
-    """Tokens of rows [T, V] when the vocabulary is cut at `parts`."""
+    kernels: Kernels, logits: Array, parts: list[int], temperature: float, top_k: int, seed: int, position: int,
+    top_p: float = 1.0, min_p: float = 0.0, told: int = 4,
+) -> list[int]:  # fmt: skip
+    """Tokens of rows [T, V] when the vocabulary is cut at `parts`; each rank tells `told` candidates, then twice as many."""
     T, V = logits.shape
-    C = max(top_k, 1)
-    row = (np.full(T, temperature), np.full(T, top_k, np.int32), np.full(T, seed, np.uint64), np.full(T, position, np.uint64))
+    cut = temperature > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
+    C = max(top_k, told) if cut else 1
+    at = np.full(T, seed, np.uint64), np.full(T, position, np.uint64)
+    heat, kept = np.full(T, temperature), np.full(T, C if cut else 0, np.int32)
     edges = [0, *parts, V]
-    scores, ids = np.empty((len(edges) - 1, T, C)), np.empty((len(edges) - 1, T, C), np.int32)
+    columns = np.diff(edges).astype(np.int32)
+    scores, ids = np.empty((len(columns), T, C)), np.empty((len(columns), T, C), np.int32)
+    masses = np.empty((len(columns), T), np.uint64)
     for w, (low, high) in enumerate(itertools.pairwise(edges)):
-        kernels.candidates(np.ascontiguousarray(logits[:, low:high]), low, *row, scores[w], ids[w])
+        mine = np.ascontiguousarray(logits[:, low:high])
+        kernels.candidates(mine, low, heat, kept, *at, scores[w], ids[w])
+        kernels.mass(mine, logits.max(1).astype(np.float64), heat, masses[w])
+    cuts = np.full(T, top_k, np.int32), np.full(T, top_p), np.full(T, min_p)
     out, reverse = np.full(T, -7, np.int32), np.full(T, -7, np.int32)
-    kernels.draw(scores, ids, *row, out)
-    kernels.draw(scores[::-1].copy(), ids[::-1].copy(), *row, reverse)
+    kernels.draw(scores, ids, columns, masses, heat, *cuts, *at, out)
+    kernels.draw(scores[::-1].copy(), ids[::-1].copy(), columns[::-1].copy(), masses[::-1].copy(), heat, *cuts, *at, reverse)
     assert np.array_equal(out, reverse), "ties are decided by the token id and not by where it stands"
-    return out.tolist()
+    tokens = out.tolist()
+    if -1 in tokens:
+        assert columns.max() > C, "every candidate was told"
+        more = draw(kernels, logits, parts, temperature, top_k, seed, position, top_p, min_p, 2 * C)
+        return [again if token == -1 else token for token, again in zip(tokens, more, strict=True)]
+    return tokens
+
+
+@given(st.floats(min_value=-708.0, max_value=0.0))
+@settings(max_examples=300)
+def test_the_exponential(x: float) -> None:
+    assert float(exp(np.array([x]))[0]) == pytest.approx(math.exp(x), rel=1e-15, abs=0)
+
+
+def test_the_exponential_far_below() -> None:
+    assert exp(np.array([0.0, -709.0, -1e9])).tolist() == [1, 0, 0]
+
+
+def test_masses_add_up_the_same_however_columns_are_split(kernels: Kernels) -> None:
+    logits = compute(kernels, 4 * normal(np.random.default_rng(8), 3, 90))
+    top, heat = logits.max(1).astype(np.float64), np.array([1.0, 0.3, 0.0])
+    whole, parts = np.empty(3, np.uint64), np.empty((3, 3), np.uint64)
+    kernels.mass(logits, top, heat, whole)
+    for w, columns in enumerate((slice(0, 7), slice(7, 50), slice(50, 90))):
+        kernels.mass(np.ascontiguousarray(logits[:, columns]), top, heat, parts[w])
+    assert np.array_equal(parts.sum(0), whole)
+    assert whole[2] == 0
+    for t in range(2):
+        exact = sum(math.floor(math.exp((float(x) - top[t]) / heat[t]) * 2**44) for x in logits[t])
+        assert int(whole[t]) == pytest.approx(exact, rel=1e-12)
+
+
+def nucleus(row: Array, temperature: float, top_k: int, top_p: float, min_p: float) -> list[int]:
+    """The tokens that stay, by the definition: temperature, top-k, top-p, min-p, ties to the lower id."""
+    order = sorted(range(len(row)), key=lambda t: (-row[t], t))
+    weight = {t: math.exp((float(row[t]) - float(row[order[0]])) / temperature) for t in order}
+    order = order[:top_k] if top_k else order
+    whole = math.fsum(weight[t] for t in order)
+    stay: list[int] = []
+    for t in order:
+        if stay and top_p < 1 and math.fsum(weight[s] for s in stay) >= top_p * whole:
+            break
+        stay.append(t)
+    return [t for t in stay if weight[t] >= min_p]
+
+
+@pytest.mark.parametrize("parts", [[], [20], [2, 5, 60]])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 0.9, 0.0), (0, 0.999, 0.0), (5, 0.7, 0.0), (0, 1.0, 0.05), (9, 0.95, 0.1), (0, 0.0, 0.0)]
+)
+def test_cuts(kernels: Kernels, parts: list[int], top_k: int, top_p: float, min_p: float) -> None:
+    logits = compute(kernels, 2 * normal(np.random.default_rng(11), 10, 64))
+    for position in range(4):
+        tokens = draw(kernels, logits, parts, 1.3, top_k, 77, position, top_p, min_p)
+        for row, token in zip(logits, tokens, strict=True):
+            stay = nucleus(row, 1.3, top_k, top_p, min_p)
+            assert token == max(stay, key=lambda t: float(row[t]) / 1.3 + by_hand(77, position, t))
 
 
 @pytest.mark.parametrize("parts", [[32], [20, 43], [2, 5, 60]])
