@@ -44,7 +44,8 @@ def _over(term: int, granted: int) -> str:
 
 
 class _Stream:
-    """One open Rounds call. It answers the rounds that were sent on it, in order: owes the results next..asked."""
+    """One open Rounds call. It answers every round from the first that was sent on it, in order: `next` is the result due,
+    `asked` the highest round sent on it."""
 
     def __init__(self) -> None:
         self.outgoing: asyncio.Queue[pb.RoundResult | _RefusedError | object] = asyncio.Queue()
@@ -216,9 +217,7 @@ class RoundStream(rank_worker_pb2_grpc.RankWorkerServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"round {seq} leaves a gap: rank {self._rank} has taken rounds up to {self._last_seq}",
             )
-        if stream.next <= seq <= stream.asked or seq <= self._acknowledged:
-            return  # its answer is under way, or nobody waits for it
-        if seq <= stream.asked:
+        if seq <= stream.asked:  # a repeat: acknowledged, kept, or still running and answered when it is done
             if seq in self._kept:
                 stream.outgoing.put_nowait(self._kept[seq])
             return
@@ -250,7 +249,7 @@ class RoundStream(rank_worker_pb2_grpc.RankWorkerServicer):
         if stream is None:
             return
         stream.next = max(stream.next, self._acknowledged + 1)
-        while stream.next <= stream.asked and stream.next in self._kept:
+        while stream.next in self._kept:
             stream.outgoing.put_nowait(self._kept[stream.next])
             stream.next += 1
         if stream.half_closed and stream.next > stream.asked:

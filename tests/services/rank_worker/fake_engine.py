@@ -1,8 +1,8 @@
 """An engine that computes nothing: the frames, the order and the ends of a real one, as a process or a thread.
 
 `model` in its settings is a JSON file: {"at": STAGE, "do": FAULT, ...}. STAGE: prepare, load, lay_out, a round's seq as
-"round 3". FAULT: exit (with "code"), raise, hang (never reads again; touches MODEL.hangs), fail (a Failed frame with "setup", "peer"), garbage.
-Rounds answer with a digest of their seq; a Decode answers with one token a lane, 1000 + seq.
+"round 3". FAULT: exit (with "code"), raise, hang (never reads again; touches MODEL.hangs), fail (a Failed frame with
+"setup", "peer"), garbage. Rounds answer with a digest of their seq; a Decode answers with one token a lane, 1000 + seq.
 """
 
 import json

@@ -55,9 +55,9 @@ class FakeManager(pool_manager_pb2_grpc.PoolManagerServicer):
 
     async def Join(self, requests, context) -> None:  # noqa: N802
         self.joins += 1
-        requests = aiter(requests)
         challenge = handshake.nonce()
         await context.write(pb.JoinResponse(challenge=pb.Challenge(nonce=challenge)))
+        requests = aiter(requests)
         self.hello = hello = (await anext(requests)).hello
         if not handshake.proven(self.secret, "worker", challenge, hello.nonce, hello.mac, str(hello.rank).encode()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the secret is another one")

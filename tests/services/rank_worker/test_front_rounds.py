@@ -35,7 +35,7 @@ async def test_rounds_are_answered_in_order_with_what_the_engine_said(serving):
     manager, worker = serving
     async with opened(worker, manager) as rounds:
         for seq in range(1, 6):
-            await rounds.send(seq, acknowledged=max(0, seq - 3))
+            await rounds.send(seq)
         results = [await rounds.result() for _ in range(5)]
         assert [result.seq for result in results] == [1, 2, 3, 4, 5]
         assert [result.results[0].digest for result in results] == [2**64 - seq for seq in range(1, 6)]
@@ -106,13 +106,14 @@ async def test_a_reopened_stream_says_where_it_stands_and_answers_each_round_onc
         await broken.send(3, operations=[bind(seconds=1)])
         await until(lambda: worker._rounds._last_seq == 3)
         broken.call.cancel()
-    rounds = await dial(worker)
-    assert await rounds.open() == 3
-    for seq in (2, 3, 4):
-        await rounds.send(seq, acknowledged=1)
-    assert [(await rounds.result()).seq for _ in range(3)] == [2, 3, 4]
-    await rounds.call.done_writing()
-    assert await rounds.call.read() is grpc.aio.EOF
+    for last_seq in (3, 4):  # first while round 3 runs, then with all results kept
+        rounds = await dial(worker)
+        assert await rounds.open() == last_seq
+        for seq in (2, 3, 4):
+            await rounds.send(seq)
+        assert [(await rounds.result()).seq for _ in range(3)] == [2, 3, 4]
+        await rounds.call.done_writing()
+        assert await rounds.call.read() is grpc.aio.EOF
 
 
 async def test_a_second_stream_of_a_term_takes_over(serving):
@@ -192,7 +193,9 @@ async def test_an_operation_that_holds_nothing_is_named(serving):
 
 def test_every_operation_reaches_the_engine_whole():
     operations = [
-        rw.Operation(bind=rw.Bind(lane=1, conversation=2**63, temperature=0.5, top_k=9, seed=2**64 - 1)),
+        rw.Operation(
+            bind=rw.Bind(lane=1, conversation=2**63, temperature=0.5, top_k=9, seed=2**64 - 1, top_p=0.75, min_p=0.25)
+        ),
         rw.Operation(table=rw.Table(lane=1, first_slot=4, pages=[7, 9])),
         rw.Operation(prompt=rw.Prompt(lane=1, start=64, tokens=[5, 6], last=True, logits=rw.LOGITS_SCORES)),
         rw.Operation(decode=rw.Decode(lanes=[1, 0], rows=2, forced=[1, 2, 3, 4], logits=rw.LOGITS_RAW)),
@@ -205,7 +208,7 @@ def test_every_operation_reaches_the_engine_whole():
         epoch=4,
         seq=5,
         operations=[
-            frames.Bind(1, 2**63, 0.5, 9, 2**64 - 1),
+            frames.Bind(1, 2**63, 0.5, 9, 2**64 - 1, top_p=0.75, min_p=0.25),
             frames.Table(1, 4, [7, 9]),
             frames.Prompt(1, 64, [5, 6], True, 1),
             frames.Decode([1, 0], 2, [1, 2, 3, 4], 2),
