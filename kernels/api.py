@@ -120,7 +120,7 @@ class Kernels(Protocol):
         it, lanes, positions i32 [M], out compute [M, width]."""
 
     def write_ring(self, rows: Array, ring: Array, lanes: Array, positions: Array) -> None:
-        """ring[lanes[i], positions[i] % n] = rows[i]. rows compute [M, width]; no two rows share a place."""
+        """ring[lanes[i], positions[i] % n] = rows[i]. rows compute [M, width], positions >= 0; no two rows share a place."""
 
     # ---- KDA (specification 3.4) ---------------------------------------------------------------------------
 
@@ -174,8 +174,8 @@ class Kernels(Protocol):
         The list is cut in chunks of KEY_CHUNK entries, a chunk in tiles of KEY_TILE; each chunk gives (max, sum,
         accumulator) in f32, tiles added in order, chunks merged in order; probabilities are not rounded. out compute
         [T, h, r] = accumulator / sum. Entries past counts[t] are padding: never read as rows, masked by selection.
-        A row with counts[t] == positions[t] + 1 is dense; on the prompt path a block's dense rows (its first ones, whose
-        lists are prefixes of one another) may be multiplied together. counts[t] == 0 (a padding row) gives zeros."""
+        A row with counts[t] == positions[t] + 1 is dense; on the prompt path a block's dense rows (its first ones, of one
+        lane, whose lists are prefixes of one another) may be multiplied together over the longest one's list. counts[t] == 0 (a padding row) gives zeros."""
 
     def pool_keys(self, keys: Array, gates: Array, ape: Array, out: Array) -> None:
         """Pooled keys: softmax over the P members, per channel, of gates + ape in f32, rounded; products with keys and
@@ -212,19 +212,30 @@ class Kernels(Protocol):
     # ---- sampling (design 3.7) -------------------------------------------------------------------------------
 
     def candidates(
-        self, logits: Array, first_id: int, temperature: Array, top_k: Array, seed: Array, position: Array,
+        self, logits: Array, first_id: int, temperature: Array, kept: Array, seed: Array, position: Array,
         scores: Array, ids: Array,
     ) -> None:  # fmt: skip
-        """This rank's best per row. logits compute [T, V_r] for ids first_id..; temperature f64 [T] (0 is greedy), top_k
-        i32 [T] (0: none), seed u64 [T], position u64 [T] (absolute position of the token to be drawn); scores f64 [T, C],
-        ids i32 [T, C], both padded with (-inf, -1). Greedy: the best logit. No top_k: the best logit / temperature +
-        gumbel. top_k = k: the k best logits (not yet scored), descending, ties to the lower id; C >= k."""
+        """This rank's best per row. logits compute [T, V_r] for ids first_id..; temperature f64 [T] (0 is greedy), kept i32
+        [T], seed u64 [T], position u64 [T] (absolute position of the token to be drawn); scores f64 [T, C], ids i32 [T, C],
+        both padded with (-inf, -1). kept = 0: the one best of logit / temperature + gumbel, or the best logit where greedy.
+        kept = n: the n best logits as they are, descending, ties to the lower id; C >= n."""
+
+    def mass(self, logits: Array, top: Array, temperature: Array, out: Array) -> None:
+        """Probability mass of this rank's columns in 64-bit fixed point: sum of floor(exp((logit - top) / temperature) *
+        2**44). logits compute [T, V_r], top f64 [T] the largest logit of all ranks, temperature f64 [T] (0: the sum is 0),
+        out u64 [T]. exp in defined fp64 steps, so the sum over ranks is the same however columns are split."""
 
     def draw(
-        self, scores: Array, ids: Array, temperature: Array, top_k: Array, seed: Array, position: Array, out: Array
-    ) -> None:
-        """The token of each row from all ranks' candidates: scores f64 [W, T, C], ids i32 [W, T, C], out i32 [T]. With
-        top_k the k best of all are kept, then logit / temperature + gumbel decides. Ties go to the lower id."""
+        self, scores: Array, ids: Array, columns: Array, masses: Array, temperature: Array, top_k: Array, top_p: Array,
+        min_p: Array, seed: Array, position: Array, out: Array,
+    ) -> None:  # fmt: skip
+        """The token of each row from all ranks' candidates. scores f64 [W, T, C], ids i32 [W, T, C], columns i32 [W] the
+        vocabulary columns of each rank, masses u64 [W, T], top_k i32 [T] (0: none), top_p f64 [T] (1: none), min_p f64 [T]
+        (0: none), out i32 [T]. Rows without a cut: the best candidate. Rows with one: raw logits, merged in descending order,
+        ties to the lower id; the top_k best; of them the shortest prefix whose mass (as in `mass`, of the top_k set or of
+        the whole vocabulary) reaches top_p of the whole; of them those whose mass is at least min_p of the largest's; the
+        best logit / temperature + gumbel of those. out = -1 where the cut reaches past what the candidates of a rank with
+        more than C columns can tell: ask again with twice as many. Temperature 0 takes the best logit whatever the cuts."""
 
     def score_rows(
         self, logits: Array, first_id: int, following: Array, max_: Array, sum_: Array, best: Array, next_: Array

@@ -96,8 +96,10 @@ class Ranks:
             assert [r.digest for r in other.results] == [r.digest for r in results[0].results]
         return results
 
-    def begin(self, lane: int, pages: Sequence[int], temperature: float = 0.0, top_k: int = 0, seed: int = 0) -> None:
-        self.agree(frames.Bind(lane, 100 + lane, temperature, top_k, seed), frames.Table(lane, 0, list(pages)))
+    def begin(
+        self, lane: int, pages: Sequence[int], temperature: float = 0.0, top_k: int = 0, seed: int = 0, **cuts: float
+    ) -> None:
+        self.agree(frames.Bind(lane, 100 + lane, temperature, top_k, seed, **cuts), frames.Table(lane, 0, list(pages)))
 
     def prompt(self, lane: int, tokens: Sequence[int], limit: int | None = None) -> tuple[np.ndarray, int]:
         """Fills a prompt in chunks of at most `limit` rows: logits [n, V] of all its rows, and the first sampled token."""

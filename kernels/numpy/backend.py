@@ -172,15 +172,19 @@ class NumpyKernels:
     # ---- sampling --------------------------------------------------------------------------------------------
 
     def candidates(
-        self, logits: Array, first_id: int, temperature: Array, top_k: Array, seed: Array, position: Array,
+        self, logits: Array, first_id: int, temperature: Array, kept: Array, seed: Array, position: Array,
         scores: Array, ids: Array,
     ) -> None:  # fmt: skip
-        sampling.candidates(logits, first_id, temperature, top_k, seed, position, scores, ids)
+        sampling.candidates(logits, first_id, temperature, kept, seed, position, scores, ids)
+
+    def mass(self, logits: Array, top: Array, temperature: Array, out: Array) -> None:
+        sampling.mass(logits, top, temperature, out)
 
     def draw(
-        self, scores: Array, ids: Array, temperature: Array, top_k: Array, seed: Array, position: Array, out: Array
-    ) -> None:
-        sampling.draw(scores, ids, temperature, top_k, seed, position, out)
+        self, scores: Array, ids: Array, columns: Array, masses: Array, temperature: Array, top_k: Array, top_p: Array,
+        min_p: Array, seed: Array, position: Array, out: Array,
+    ) -> None:  # fmt: skip
+        sampling.draw(scores, ids, columns, masses, temperature, top_k, top_p, min_p, seed, position, out)
 
     def score_rows(
         self, logits: Array, first_id: int, following: Array, max_: Array, sum_: Array, best: Array, next_: Array

@@ -126,5 +126,6 @@ class LocalGroup:
         """Stops router, pool manager, workers. Idempotent."""
         others = [service for service in self._services if not isinstance(service, RankWorker)]
         self._services = []
-        for service in (*reversed(others), *self.workers):
+        for service in reversed(others):
             await service.stop()
+        await asyncio.gather(*(worker.stop() for worker in self.workers))  # links close together

@@ -306,7 +306,7 @@ class Heartbeat(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     engine_progress: _builtins.int
-    """Counts operations the engine has finished; grows while it works."""
+    """Grows while the engine works; says nothing else."""
     loaded_bytes: _builtins.int
     total_bytes: _builtins.int
     resident_bytes: _builtins.int

@@ -27,6 +27,8 @@ def _operation(message: rank_worker_pb2.Operation) -> frames.Operation | None:
                 temperature=bind.temperature,
                 top_k=bind.top_k,
                 seed=bind.seed,
+                top_p=bind.top_p,
+                min_p=bind.min_p,
             )
         case "table":
             table = message.table
@@ -40,6 +42,7 @@ def _operation(message: rank_worker_pb2.Operation) -> frames.Operation | None:
                 last=prompt.last,
                 logits=int(prompt.logits),
                 following=prompt.following if prompt.HasField("following") else -1,
+                log_probs=prompt.log_probs,
             )
         case "decode":
             decode = message.decode
@@ -49,6 +52,7 @@ def _operation(message: rank_worker_pb2.Operation) -> frames.Operation | None:
                 forced=list(decode.forced),
                 logits=int(decode.logits),
                 following=list(decode.following),
+                log_probs=decode.log_probs,
             )
         case "free":
             return frames.Free(lane=message.free.lane)
@@ -78,7 +82,15 @@ def _operation_result(frame: frames.OperationResult, with_tokens: bool) -> rank_
 
 
 def _scores(frame: frames.Scores) -> rank_worker_pb2.Scores:
-    return rank_worker_pb2.Scores(max=frame.max, sum=frame.sum, best=frame.best, next=frame.next, raw=frame.raw)
+    return rank_worker_pb2.Scores(
+        max=frame.max,
+        sum=frame.sum,
+        best=frame.best,
+        next=frame.next,
+        raw=frame.raw,
+        top_ids=frame.top_ids,
+        top_logits=frame.top_logits,
+    )
 
 
 def lay_out_to_frame(message: pool_manager_pb2.LayOut) -> frames.LayOut:

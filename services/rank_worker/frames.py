@@ -165,7 +165,7 @@ class RoundResult(_Frame):
 
 
 class Progress(_Frame):
-    """Operations finished so far, sent at most every half second while a round runs long."""
+    """A count that grows while the engine works (layers and operations), sent at most every half second of a round."""
 
     operations: int
 

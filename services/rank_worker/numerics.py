@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,13 @@ _LANES = 8
 _VOCABULARY = 4096
 """Rows of the embedding and head that are made at most: more would only repeat the same product."""
 _SEED = 20260101
+_SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8, "top_k": 0},
+    {"temperature": 0.0, "top_k": 0},
+    {"temperature": 0.8, "top_k": 5},
+    {"temperature": 1.3, "top_k": 0, "top_p": 0.9, "min_p": 0.01},
+)
+"""Every way to draw a token."""
 
 
 def numerics_digest(geometry: Geometry, kernels: Kernels, kv_dtype: str, world: int) -> str:
@@ -40,7 +48,7 @@ def numerics_digest(geometry: Geometry, kernels: Kernels, kv_dtype: str, world: 
     operations: list[frames.Operation] = []
     for lane in range(_LANES):
         operations += [
-            frames.Bind(lane, lane, 0.0 if lane % 2 else 0.8, 0 if lane < 4 else 5, _SEED + lane),
+            frames.Bind(lane, lane, seed=_SEED + lane, **_SAMPLING[lane % len(_SAMPLING)]),
             frames.Table(lane, 0, [2 * lane, 2 * lane + 1]),
         ]
     tokens = [(37 * i + 11) % small.vocab for i in range(BLOCK - 3)]
@@ -49,12 +57,13 @@ def numerics_digest(geometry: Geometry, kernels: Kernels, kv_dtype: str, world: 
     operations.append(frames.Decode([0], 2, tokens[:2], logits=RAW_LOGITS))
     operations += [frames.Prompt(lane, 0, tokens[:lane], last=True) for lane in range(1, _LANES)]
     operations.append(frames.Decode(list(range(_LANES)), 1, [], logits=RAW_LOGITS))
+    operations.append(frames.Decode(list(range(_LANES)), 1, [], log_probs=4))
     result = rounds.execute(frames.Round(1, 1, 1, operations))
     digest = hashlib.sha256(f"{kernels.name} {kernels.dtype} {kv_dtype} {world}".encode())
     for part in result.results:
         digest.update(part.digest.to_bytes(8, "little"))
         if part.scores is not None:
-            digest.update(part.scores.raw + part.scores.sum)
+            digest.update(part.scores.raw + part.scores.sum + part.scores.top_logits)
     return digest.hexdigest()[:16]
 
 

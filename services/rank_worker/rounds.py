@@ -15,7 +15,7 @@ import numpy as np
 from kernels.api import Kernels, Path
 from kernels.rows import Array
 from latentpool.errors import EpochError
-from latentpool.geometry import BLOCK, R_MAX, Geometry
+from latentpool.geometry import BLOCK, R_MAX, Geometry, shares
 from services.rank_worker import frames
 from services.rank_worker.arena import Arena
 from services.rank_worker.digest import Digest
@@ -38,6 +38,8 @@ class Lane:
     temperature: float
     top_k: int
     seed: int
+    top_p: float
+    min_p: float
     position: int = 0
     last_token: int = -1
     parity: int = 0
@@ -65,7 +67,7 @@ class Rounds:
         rows = workspace_rows(geometry, chunk_rows, arena.lanes)
         self._workspace = Workspace(geometry, kernels, world, rank, rows)
         self._sums = Sums(kernels, self._link, max(chunk_rows, R_MAX * arena.lanes), geometry.hidden)
-        self._sampler = Sampler(kernels, self._link, model.vocabulary.start, BLOCK)
+        self._sampler = Sampler(kernels, self._link, shares(geometry.vocab, exchange.world), BLOCK)
         self._columns = model.vocabulary.stop - model.vocabulary.start
         self._logits = kernels.empty((BLOCK, self._columns), "compute")
         self._lanes: list[Lane | None] = [None] * arena.lanes
@@ -117,7 +119,9 @@ class Rounds:
         if self._lanes[operation.lane] is not None:
             raise ValueError(f"lane {operation.lane} is taken")
         self.arena.clear(operation.lane)
-        self._lanes[operation.lane] = Lane(operation.conversation, operation.temperature, operation.top_k, operation.seed)
+        self._lanes[operation.lane] = Lane(
+            operation.conversation, operation.temperature, operation.top_k, operation.seed, operation.top_p, operation.min_p
+        )
 
     def _prompt(self, operation: frames.Prompt, digest: Digest) -> tuple[list[int], frames.Scores | None]:
         lane = self._lane(operation.lane)
@@ -140,9 +144,10 @@ class Rounds:
             return [], scores
         block = (count - 1) // BLOCK * BLOCK
         self._model.logits(Path.PROMPT, hidden[block : block + BLOCK], self._logits)
-        row = count - 1 - block
-        tokens = self._sampler.sample(self._logits[row : row + 1], self._draws([lane], [lane.position]))
-        lane.last_token = int(tokens[0])
+        logits = self._logits[count - 1 - block : count - block]
+        lane.last_token = int(self._sampler.sample(logits, self._draws([lane], [lane.position]))[0])
+        if operation.log_probs:
+            scores = self._join([self._score_rows(logits, [lane.last_token], operation.log_probs - 1)])
         return [lane.last_token], scores
 
     def _decode(self, operation: frames.Decode, digest: Digest) -> tuple[list[int], frames.Scores | None]:
@@ -167,12 +172,17 @@ class Rounds:
         row_lanes = [lane for lane in lanes for _ in range(width)]
         draws = self._draws(row_lanes, [int(position) + 1 for position in batch.positions])
         tokens: list[int] = []
+        sampled: list[frames.Scores] = []
         for first in range(0, batch.total, BLOCK):
             piece = slice(first, min(first + BLOCK, batch.total))
             logits = self._logits[: piece.stop - first]
             self._model.logits(Path.DECODE, hidden[piece], logits)
-            drawn = Draws(draws.temperature[piece], draws.top_k[piece], draws.seed[piece], draws.position[piece])
-            tokens += self._sampler.sample(logits, drawn).tolist()
+            drawn = self._sampler.sample(logits, draws[piece]).tolist()
+            tokens += drawn
+            if operation.log_probs:
+                sampled.append(self._score_rows(logits, drawn, operation.log_probs - 1))
+        if sampled:
+            scores = self._join(sampled)
         for number, lane in enumerate(lanes):
             lane.position += width
             lane.parity ^= 1
@@ -200,6 +210,8 @@ class Rounds:
         return Draws(
             np.array([lane.temperature for lane in lanes], np.float64),
             np.array([lane.top_k for lane in lanes], np.int32),
+            np.array([lane.top_p for lane in lanes], np.float64),
+            np.array([lane.min_p for lane in lanes], np.float64),
             np.array([lane.seed for lane in lanes], np.uint64),
             np.array(positions, np.uint64),
         )
@@ -212,23 +224,32 @@ class Rounds:
 
     def _score(self, path: Path, hidden: Array, following: Sequence[int], wanted: int) -> frames.Scores:
         """This rank's part of the scores of the first len(following) rows, block by block."""
+        parts = []
+        for first in range(0, len(following), BLOCK):
+            part = following[first : first + BLOCK]
+            fed = BLOCK if path is Path.PROMPT else len(part)
+            self._model.logits(path, hidden[first : first + fed], self._logits[:fed])
+            scores = self._score_rows(self._logits[: len(part)], part, 0)
+            if wanted == RAW_LOGITS:
+                scores.raw = self._kernels.host(self._logits[: len(part)]).tobytes()
+            parts.append(scores)
+        return self._join(parts)
+
+    def _score_rows(self, logits: Array, following: Sequence[int], top: int) -> frames.Scores:
+        """This rank's part of the scores of logits [T, V_r], with the `top` likeliest of its columns."""
         k, rows = self._kernels, len(following)
-        targets = np.array(following, np.int32)
         best, sums = k.empty((rows,), "i32"), k.empty((rows,), "f64")
         largest, next_ = k.empty((rows,), "f32"), k.empty((rows,), "f32")
-        raw = np.empty((rows if wanted == RAW_LOGITS else 0, self._columns), np.float32)
-        for first in range(0, rows, BLOCK):
-            count = min(BLOCK, rows - first)
-            fed = BLOCK if path is Path.PROMPT else count
-            self._model.logits(path, hidden[first : first + fed], self._logits[:fed])
-            part = slice(first, first + count)
-            logits = self._logits[:count]
-            k.score_rows(
-                logits, self._model.vocabulary.start, targets[part], largest[part], sums[part], best[part], next_[part]
-            )
-            if wanted == RAW_LOGITS:
-                raw[part] = k.host(logits)
+        targets = np.array(following, np.int32)
+        k.score_rows(logits, self._model.vocabulary.start, targets, largest, sums, best, next_)
+        ids, tops = self._sampler.best(logits, top) if top else (np.empty(0), np.empty(0))
         return frames.Scores(
-            k.host(largest).tobytes(), k.host(sums).tobytes(), k.host(best).astype(np.uint32).tobytes(),
-            k.host(next_).tobytes(), raw.tobytes(),
+            max=k.host(largest).tobytes(), sum=k.host(sums).tobytes(), best=k.host(best).astype(np.uint32).tobytes(),
+            next=k.host(next_).tobytes(), raw=b"", top_ids=ids.tobytes(), top_logits=tops.tobytes(),
         )  # fmt: skip
+
+    @staticmethod
+    def _join(parts: Sequence[frames.Scores]) -> frames.Scores:
+        """Scores of consecutive rows as one."""
+        names = frames.Scores.__struct_fields__
+        return frames.Scores(**{name: b"".join(getattr(part, name) for part in parts) for name in names})
