@@ -175,7 +175,8 @@ class Kernels(Protocol):
         accumulator) in f32, tiles added in order, chunks merged in order; probabilities are not rounded. out compute
         [T, h, r] = accumulator / sum. Entries past counts[t] are padding: never read as rows, masked by selection.
         A row with counts[t] == positions[t] + 1 is dense; on the prompt path a block's dense rows (its first ones, of one
-        lane, whose lists are prefixes of one another) may be multiplied together over the longest one's list. counts[t] == 0 (a padding row) gives zeros."""
+        lane, whose lists are prefixes of one another) may be multiplied together over the longest one's list.
+        counts[t] == 0 (a padding row) gives zeros."""
 
     def pool_keys(self, keys: Array, gates: Array, ape: Array, out: Array) -> None:
         """Pooled keys: softmax over the P members, per channel, of gates + ape in f32, rounded; products with keys and
