@@ -11,6 +11,11 @@ from latentpool.v1 import router_pb2
 MAX_TEMPERATURE = 100.0
 MAX_TOP_K = 1024
 MAX_SEED = 2**64 - 1
+MAX_STOPS = 16
+MAX_STOP_BYTES = 256
+MAX_LOG_PROBS = 20
+
+_HOLE = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,14 @@ class Sampling:
     """None: until the limit of the context."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens that holds this share of the probability; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as likely as the likeliest; 0 keeps all."""
+    stop: tuple[str, ...] = ()
+    """The reply ends where one of these appears in its text; neither it nor what follows is delivered."""
+    log_probs: int | None = None
+    """Return each reply token's log-probability by the raw logits, and of this many likeliest beside it; None: no."""
 
     def check(self, vocab: int) -> None:
         """Raises RequestError naming the first field whose value is not allowed for a vocabulary of `vocab` ids."""
@@ -41,6 +54,23 @@ class Sampling:
         for token in self.stop_token_ids:
             if not 0 <= token < vocab:
                 raise _refusal("stop_token_ids", f"{token}: ids of this model are 0 to {vocab - 1}")
+        if not 0 < self.top_p <= 1:
+            raise _refusal("top_p", f"{self.top_p}: above 0 and at most 1 (all)")
+        if not 0 <= self.min_p <= 1:
+            raise _refusal("min_p", f"{self.min_p}: 0 (all) to 1")
+        self._check_stops()
+        if self.log_probs is not None and not 0 <= self.log_probs <= MAX_LOG_PROBS:
+            raise _refusal("log_probs", f"{self.log_probs}: 0 to {MAX_LOG_PROBS} likeliest tokens; leave it out for none")
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOPS:
+            raise _refusal("stop", f"{len(self.stop)} strings: at most {MAX_STOPS}")
+        for index, stop in enumerate(self.stop):
+            size = len(stop.encode("utf-8", "surrogatepass"))
+            if not 1 <= size <= MAX_STOP_BYTES:
+                raise _refusal(f"stop[{index}]", f"{size} bytes of UTF-8: 1 to {MAX_STOP_BYTES}")
+            if _HOLE in stop:
+                raise _refusal(f"stop[{index}]", "a string with U+FFFD, which stands for bytes that are not text: leave it out")
 
     def to_proto(self) -> router_pb2.Sampling:
         """As a message. Raises RequestError for a value that its field cannot hold at all (seed = -1)."""
@@ -52,6 +82,10 @@ class Sampling:
                 max_tokens=self.max_tokens,
                 stop_token_ids=self.stop_token_ids,
                 ignore_eos=self.ignore_eos,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                stop=self.stop,
+                log_probs=self.log_probs,
             )
         except (ValueError, TypeError) as error:
             raise RequestError(f"sampling parameters: {error}", field="sampling") from None
@@ -66,6 +100,10 @@ class Sampling:
             max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
             stop_token_ids=tuple(message.stop_token_ids),
             ignore_eos=message.ignore_eos,
+            top_p=message.top_p if message.HasField("top_p") else 1.0,
+            min_p=message.min_p,
+            stop=tuple(message.stop),
+            log_probs=message.log_probs if message.HasField("log_probs") else None,
         )
 
 

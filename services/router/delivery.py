@@ -16,19 +16,28 @@ LIMIT_BYTES = 8 << 10
 
 @dataclass(slots=True)
 class Tokens:
-    """Reply tokens from index `first_index` on. The first `spoken` of them are text; a stop token behind them is not."""
+    """Reply tokens from index `first_index` on. The first `spoken` of them are text; a stop token behind them is not.
+    `log_probs`: one a token where asked for, else empty."""
 
     first_index: int
     ids: list[int] = field(default_factory=list)
     spoken: int = 0
+    log_probs: list[router_pb2.TokenLogProb] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        return TOKEN_BYTES * len(self.ids) + sum(log_prob.ByteSize() for log_prob in self.log_probs)
 
 
-Event = router_pb2.Waiting | router_pb2.Filling | Tokens | router_pb2.ScoredRows | router_pb2.Completion
+Progress = router_pb2.Waiting | router_pb2.Filling
+Event = Progress | Tokens | router_pb2.ScoredRows | router_pb2.Completion
 
 
 class Mailbox:
-    """Events of one stream, in order. Progress replaces undelivered progress of its kind and tokens join undelivered
-    tokens, so a slow reader gets fewer, larger messages. `wake` is called when a full mailbox was drained."""
+    """Events of one stream, in order. Progress replaces undelivered progress of its kind since the last tokens, and tokens join
+    undelivered tokens, so a slow reader gets fewer, larger messages. `wake` is called when a full mailbox was drained.
+
+    What it holds is bounded: payload by LIMIT_BYTES and one round's events, and at most two progress events between others."""
 
     def __init__(self, wake: asyncio.Event) -> None:
         self._events: deque[Event] = deque()
@@ -48,19 +57,16 @@ class Mailbox:
         return self._bytes
 
     def put(self, event: Event) -> None:
+        self._bytes += _payload(event)
         last = self._events[-1] if self._events else None
-        if isinstance(event, Tokens):
-            self._bytes += TOKEN_BYTES * len(event.ids)
-            if isinstance(last, Tokens):
-                last.ids += event.ids
-                last.spoken += event.spoken
-                event = last
-        elif isinstance(event, router_pb2.ScoredRows):
-            self._bytes += event.ByteSize()
-        progress = isinstance(event, router_pb2.Waiting | router_pb2.Filling) and type(last) is type(event)
-        if progress or event is last:
-            self._events.pop()
-        self._events.append(event)
+        if isinstance(event, Tokens) and isinstance(last, Tokens):
+            last.ids += event.ids
+            last.spoken += event.spoken
+            last.log_probs += event.log_probs
+        else:
+            if isinstance(event, Progress):
+                self._forget(type(event))
+            self._events.append(event)
         self._arrived.set()
 
     def fail(self, error: LatentPoolError) -> None:
@@ -77,10 +83,23 @@ class Mailbox:
             await self._arrived.wait()
         event = self._events.popleft()
         was_full = self.full
-        if isinstance(event, Tokens):
-            self._bytes -= TOKEN_BYTES * len(event.ids)
-        elif isinstance(event, router_pb2.ScoredRows):
-            self._bytes -= event.ByteSize()
+        self._bytes -= _payload(event)
         if was_full and not self.full:
             self._wake.set()
         return event
+
+    def _forget(self, kind: type[Progress]) -> None:
+        """Drops progress of a kind that nothing but other progress followed."""
+        for index in range(len(self._events) - 1, -1, -1):
+            if not isinstance(self._events[index], Progress):
+                return
+            if isinstance(self._events[index], kind):
+                del self._events[index]
+                return
+
+
+def _payload(event: Event) -> int:
+    """Bytes that count towards the limit."""
+    if isinstance(event, Tokens):
+        return event.bytes
+    return event.ByteSize() if isinstance(event, router_pb2.ScoredRows) else 0

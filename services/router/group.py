@@ -117,11 +117,12 @@ class Group:
         assert self._granted is not None
         return self._granted
 
-    def check_queue(self) -> None:
-        """Raises BusyError where too many wait already."""
+    def check_queue(self, reading: int = 0) -> None:
+        """Raises BusyError where too many wait already, with `reading` requests that are being read and will wait."""
         assert self._loop is not None
-        waiting = len(self._loop.book.queue)
-        if waiting >= self._max_waiting and not self._loop.book.lane_free:
+        book = self._loop.book
+        waiting = len(book.queue) + reading
+        if waiting >= self._max_waiting + book.lanes - len(book.seated):
             raise BusyError(
                 f"{waiting} conversations wait already, and --max-waiting is {self._max_waiting}: try again later",
                 waiting=waiting,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,17 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from latentpool.errors import LatentPoolError, RequestError
+from latentpool.errors import BusyError, LatentPoolError, RequestError
 from latentpool.receipts import receipt
 from latentpool.v1 import router_pb2 as pb
 from services.router.conversations import Conversation
 from services.router.delivery import Event, Tokens
 from services.router.group import Group
-from services.router.requests import Accepted, read_generate, read_score
+from services.router.requests import Accepted, Limits, read_generate, read_score
 from services.router.statuses import status
-from services.router.text import Detokenizer, Texts
+from services.router.stops import SpokenText
+from services.router.text import Texts
+from services.router.turnover import Turnover
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Router"].full_name
 
@@ -41,36 +43,36 @@ class Handlers:
         self._group = group
         self._texts = texts
         self._name = model.resolve().name if model is not None else ""
+        self._turnover = Turnover()
+        self._reading = 0
 
     def register(self, server: grpc.aio.Server) -> None:
         streams, calls = grpc.unary_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
         handlers = {
-            "Generate": _handler(streams, self.generate, pb.GenerateRequest),
-            "Score": _handler(streams, self.score, pb.ScoreRequest),
-            "Tokenize": _handler(calls, self.tokenize, pb.TokenizeRequest),
-            "GetModel": _handler(calls, self.get_model, pb.GetModelRequest),
+            "Generate": self._handler(streams, self.generate, pb.GenerateRequest),
+            "Score": self._handler(streams, self.score, pb.ScoreRequest),
+            "Tokenize": self._handler(calls, self.tokenize, pb.TokenizeRequest),
+            "GetModel": self._handler(calls, self.get_model, pb.GetModelRequest),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        limits = self._group.limits
-        self._group.check_queue()
-        accepted = await read_generate(request, limits, self._texts)
-        detokenizer = self._texts.detokenizer()
+        with self._place() as limits:
+            accepted = await read_generate(request, limits, self._texts)
+        text = SpokenText(accepted.stops, self._texts.detokenizer())
         async with self._conversation(accepted) as conversation:
             while True:
                 event = await conversation.mailbox.get()
-                for message in await self._reply(event, conversation, detokenizer):
+                for message in await self._reply(event, conversation, text):
                     await context.write(message)
                 if isinstance(event, pb.Completion):
                     return
 
     async def score(self, request: pb.ScoreRequest, context: Context) -> None:
-        limits = self._group.limits
-        self._group.check_queue()
-        accepted = await read_score(request, limits, self._texts)
+        with self._place() as limits:
+            accepted = await read_score(request, limits, self._texts)
         async with self._conversation(accepted) as conversation:
             while True:
                 event = await conversation.mailbox.get()
@@ -106,6 +108,18 @@ class Handlers:
 
     # ---- parts ----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _place(self) -> Iterator[Limits]:
+        """Where a request is read: it counts as waiting, and costs nothing where there is no place for it. Raises EpochError,
+        BusyError."""
+        limits = self._group.limits
+        self._group.check_queue(self._reading)
+        self._reading += 1
+        try:
+            yield limits
+        finally:
+            self._reading -= 1
+
     @asynccontextmanager
     async def _conversation(self, accepted: Accepted) -> AsyncIterator[Conversation]:
         conversation = self._group.submit(accepted)
@@ -114,14 +128,14 @@ class Handlers:
         finally:
             self._group.leave(conversation)
 
-    async def _reply(self, event: Event, conversation: Conversation, detokenizer: Detokenizer) -> list[pb.GenerateResponse]:
+    async def _reply(self, event: Event, conversation: Conversation, text: SpokenText) -> list[pb.GenerateResponse]:
         if isinstance(event, Tokens):
-            text = detokenizer.push(event.ids[: event.spoken])
-            chunk = pb.Chunk(first_index=event.first_index, token_ids=event.ids, text=text)
+            told = text.push(event.ids[: event.spoken])
+            chunk = pb.Chunk(first_index=event.first_index, token_ids=event.ids, text=told, log_probs=event.log_probs)
             return [pb.GenerateResponse(chunk=chunk)]
         if isinstance(event, pb.Completion):
             messages = []
-            if rest := detokenizer.flush():
+            if rest := text.flush():
                 chunk = pb.Chunk(first_index=event.usage.generated_tokens, text=rest)
                 messages.append(pb.GenerateResponse(chunk=chunk))
             await self._sign(event, conversation)
@@ -137,27 +151,33 @@ class Handlers:
         generated = [*conversation.tokens[conversation.prompt_rows :].tolist(), *conversation.generated]
         completion.receipt.sha256 = await self._texts.work(lambda: receipt(prompt, generated))
         completion.receipt.numerics_digest = self._group.granted.identity.numerics_digest
+        self._turnover.learn(completion.timings.total_seconds - completion.timings.queued_seconds)
 
+    def _status(self, error: LatentPoolError) -> grpc.Status:
+        if isinstance(error, BusyError) and "waiting" in error.numbers:
+            lanes = self._group.granted.plan.lanes
+            return status(error, self._turnover.delay(int(error.numbers["waiting"]), lanes))
+        return status(error)
 
-def _handler(make: Callable[..., Any], call: Callable[[Any, Context], Awaitable[Any]], kind: type[Message]) -> Any:
-    """A method handler whose errors become statuses with details, malformed requests included."""
+    def _handler(self, make: Callable[..., Any], call: Callable[[Any, Context], Awaitable[Any]], kind: type[Message]) -> Any:
+        """A method handler whose errors become statuses with details, malformed requests included."""
 
-    def read(data: bytes) -> Message | Malformed:
-        try:
-            return kind.FromString(data)
-        except DecodeError as error:
-            return Malformed(str(error))
+        def read(data: bytes) -> Message | Malformed:
+            try:
+                return kind.FromString(data)
+            except DecodeError as error:
+                return Malformed(str(error))
 
-    async def run(request: Message | Malformed, context: Context) -> Any:
-        try:
-            if isinstance(request, Malformed):
-                raise RequestError(_explained(kind, request.reason))
-            return await call(request, context)
-        except LatentPoolError as error:
-            refusal = status(error)
-            await context.abort(refusal.code, refusal.details, refusal.trailing_metadata)
+        async def run(request: Message | Malformed, context: Context) -> Any:
+            try:
+                if isinstance(request, Malformed):
+                    raise RequestError(_explained(kind, request.reason))
+                return await call(request, context)
+            except LatentPoolError as error:
+                refusal = self._status(error)
+                await context.abort(refusal.code, refusal.details, refusal.trailing_metadata)
 
-    return make(run, request_deserializer=read, response_serializer=lambda message: message.SerializeToString())
+        return make(run, request_deserializer=read, response_serializer=lambda message: message.SerializeToString())
 
 
 def _explained(kind: type[Message], reason: str) -> str:

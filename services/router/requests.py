@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from latentpool.geometry import Geometry
 from latentpool.sampling import Sampling
 from latentpool.v1 import router_pb2
 from services.router.conversations import Scoring
+from services.router.stops import StopFinder, StopStrings
 from services.router.text import Texts
 
 MAX_REQUEST_ID = 128
@@ -30,22 +31,36 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A request that may run. `tokens` is uint32 [prompt]."""
+    """A request that may run. `tokens` is uint32 [prompt]; a background request yields to all others; `stops` are the stop
+    strings of `sampling`."""
 
     request_id: str
     tokens: npt.NDArray[np.uint32]
     sampling: Sampling
     scoring: Scoring | None = None
+    background: bool = False
+    stops: StopStrings = field(default_factory=StopStrings)
+    stop_finder: StopFinder | None = None
+    """Where the reply has stop strings: what the round loop asks after each token."""
 
 
 async def read_generate(request: router_pb2.GenerateRequest, limits: Limits, texts: Texts) -> Accepted:
     """Raises RequestError, or NotServedError where prompt and max_tokens exceed the context."""
     sampling = Sampling.from_proto(request.sampling)
     sampling.check(limits.geometry.vocab)
+    background = _background(request.priority)
+    if sampling.stop and not texts.present:
+        raise RequestError(
+            "stop: this checkpoint is served without a tokenizer (no tokenizer.json), so a reply has no text: send "
+            "stop_token_ids",
+            field="sampling.stop",
+        )
     tokens = await _prompt(request, limits, texts)
     _refuse_images(tokens, request, limits.geometry)
     _check_context(len(tokens), sampling.max_tokens, limits.context)
-    return Accepted(request.request_id, tokens, sampling)
+    stops = await texts.work(lambda: StopStrings(sampling.stop)) if sampling.stop else StopStrings()
+    finder = StopFinder(stops, texts.detokenizer()) if stops else None
+    return Accepted(request.request_id, tokens, sampling, background=background, stops=stops, stop_finder=finder)
 
 
 async def read_score(request: router_pb2.ScoreRequest, limits: Limits, texts: Texts) -> Accepted:
@@ -65,6 +80,15 @@ async def read_score(request: router_pb2.ScoreRequest, limits: Limits, texts: Te
             context=limits.context,
         )
     return Accepted(request.request_id, tokens, Sampling(), Scoring(decode_from, request.raw_logits))
+
+
+def _background(priority: router_pb2.Priority.ValueType) -> bool:
+    if priority not in router_pb2.Priority.values():
+        raise RequestError(
+            f"priority = {priority}: PRIORITY_FOREGROUND (1, and where it is left out) or PRIORITY_BACKGROUND (2)",
+            field="priority",
+        )
+    return priority == router_pb2.PRIORITY_BACKGROUND
 
 
 def _check_context(prompt: int, max_tokens: int | None, context: int) -> None:

@@ -20,8 +20,9 @@ _CODES: tuple[tuple[type[LatentPoolError], grpc.StatusCode, str], ...] = (  # th
 )
 
 
-def status(error: LatentPoolError) -> grpc.Status:
-    """What a client is told: the error's own words, and its numbers for programs."""
+def status(error: LatentPoolError, retry_seconds: int = RETRY_SECONDS) -> grpc.Status:
+    """What a client is told: the error's own words, and its numbers for programs. `retry_seconds`: when to try again, if that
+    may help."""
     code, reason = next(
         ((code, reason) for kind, code, reason in _CODES if isinstance(error, kind)), (grpc.StatusCode.INTERNAL, "INTERNAL")
     )
@@ -36,7 +37,7 @@ def status(error: LatentPoolError) -> grpc.Status:
         failure = error_details_pb2.QuotaFailure.Violation(subject="group", description=str(error))
         message.details.append(_packed(error_details_pb2.QuotaFailure(violations=[failure])))
     if error.retryable:
-        delay = duration_pb2.Duration(seconds=RETRY_SECONDS)
+        delay = duration_pb2.Duration(seconds=retry_seconds)
         message.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
     return rpc_status.to_status(message)
 

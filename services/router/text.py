@@ -93,9 +93,14 @@ class Detokenizer:
 
     def _cut(self) -> None:
         """Keeps only the last tokens, cut where no character is split: bytes that never become one (a random model's) must
-        not make every step longer."""
+        not make every step longer. Nor must tokens without text behind bytes that wait."""
+        whole = self._decode(self._ids)
+        ids = [token for token in self._ids if self._decode((token,))]
+        if self._decode(ids) != whole:
+            return
         for kept in range(1, 5):
-            head, rest = self._ids[:-kept], self._ids[-kept:]
-            if self._decode(head) + self._decode(rest) == self._decode(self._ids):
-                self._ids, self._context, self._said = rest, 0, len(self._decode(rest)) - 1
-                return
+            head, rest = ids[:-kept], ids[-kept:]
+            if self._decode(head) + self._decode(rest) == whole:
+                ids = rest
+                break
+        self._ids, self._context, self._said = ids, 0, len(self._decode(ids)) - 1
