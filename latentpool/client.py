@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
 
 from latentpool import net
-from latentpool.errors import BusyError, EpochError, LatentPoolError, NotServedError, RequestError
+from latentpool.errors import BusyError, EpochError, LatentPoolError, NotServedError, ReplayError, RequestError
 from latentpool.sampling import Sampling
 from latentpool.v1 import plan_pb2, pool_admin_pb2, pool_admin_pb2_grpc, router_pb2, router_pb2_grpc
 
@@ -24,6 +26,7 @@ _ERRORS: dict[grpc.StatusCode, type[LatentPoolError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: NotServedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: BusyError,
     grpc.StatusCode.UNAVAILABLE: EpochError,
+    grpc.StatusCode.DATA_LOSS: ReplayError,
 }
 
 T = TypeVar("T")
@@ -57,13 +60,14 @@ class _Caller:
         details = error.details() or error.code().name
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return LatentPoolError(f"{self.address} did not answer in the time given")
-        return _ERRORS.get(error.code(), LatentPoolError)(details)
+        kind = _ERRORS.get(error.code(), LatentPoolError)
+        return kind(details, **_particulars(error)) if issubclass(kind, RequestError) else kind(details)
 
 
 class Client(_Caller):
     """Calls of a router at host:port. Every call raises RequestError, NotServedError (this group never can), BusyError (not
-    now) or EpochError (the group is not ready, ended, or nothing answers there), in the router's words; `timeout` is in
-    seconds."""
+    now; `numbers` has retry_seconds) or EpochError (the group is not ready, ended, or nothing answers there), in the router's
+    words and with its field and numbers; `timeout` is in seconds."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -74,12 +78,18 @@ class Client(_Caller):
         prompt: str | Sequence[int],
         sampling: Sampling | None = None,
         *,
+        background: bool = False,
         request_id: str = "",
         timeout: float | None = None,  # noqa: ASYNC109 (the call's deadline)
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Streams the reply to a text or to token ids: Waiting, Filling and Chunk events, then one Completion. Closing the
-        iterator cancels the request."""
-        request = router_pb2.GenerateRequest(request_id=request_id, sampling=(sampling or Sampling()).to_proto())
+        """Streams the reply to a text or to token ids: Waiting, Filling and Chunk events, then one Completion. A background
+        request yields to those that are not. Closing the iterator cancels the request. Raises ReplayError if the reply could
+        not be continued as it began."""
+        request = router_pb2.GenerateRequest(
+            request_id=request_id,
+            sampling=(sampling or Sampling()).to_proto(),
+            priority=router_pb2.PRIORITY_BACKGROUND if background else router_pb2.PRIORITY_FOREGROUND,
+        )
         _set_prompt(request, prompt)
         async with aclosing(self._stream(self._stub.Generate(request, timeout=timeout))) as responses:
             async for response in responses:
@@ -157,6 +167,31 @@ class AdminClient(_Caller):
         """What is wrong with the books; empty where they are whole."""
         request = pool_admin_pb2.CheckIntegrityRequest()
         return list((await self._call(self._stub.CheckIntegrity(request, timeout=self._timeout))).violations)
+
+
+def _particulars(error: grpc.aio.AioRpcError) -> dict[str, Any]:
+    """Field and numbers of a refusal, from the status details; empty where it has none."""
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # asks for no more than it has
+    except ValueError:  # details that contradict the status
+        return {}
+    found: dict[str, Any] = {}
+    for packed in status.details if status is not None else ():
+        for kind in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo):
+            message = kind()
+            if not packed.Unpack(message):
+                continue
+            if isinstance(message, error_details_pb2.ErrorInfo):
+                found |= {name: _number(text) for name, text in message.metadata.items()}
+            elif isinstance(message, error_details_pb2.RetryInfo):
+                found["retry_seconds"] = message.retry_delay.ToTimedelta().total_seconds()
+            elif message.field_violations:
+                found["field"] = message.field_violations[0].field
+    return found
+
+
+def _number(text: str) -> int | float:
+    return int(text) if text.lstrip("-").isdecimal() else float(text)
 
 
 def _set_prompt(request: router_pb2.GenerateRequest | router_pb2.ScoreRequest, prompt: str | Sequence[int]) -> None:

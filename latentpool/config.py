@@ -74,6 +74,13 @@ def _real(least: float, most: float = math.inf) -> Kind:
     return Kind(parse, f"a number from {least:g}" + (f" to {most:g}" if most < math.inf else ""), "X")
 
 
+def _parse_share(value: object) -> float:
+    share = _real(0, 1).parse(value)
+    if not share:
+        raise ValueError
+    return float(share)
+
+
 def _sized(parse_text: Callable[[str], int], allowed: str, metavar: str, least: int = 1) -> Kind:
     def parse(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int | str):
@@ -131,6 +138,7 @@ _BOOL = Kind(_parse_bool, "true or false", "")
 _TEXT = Kind(_parse_text, "some text", "TEXT")
 _PATH = Kind(lambda value: Path(_parse_text(value)).expanduser(), "a path", "PATH")
 _ADDRESS = Kind(_parse_address, "host:port, with a port from 0 to 65535", "HOST:PORT")
+_SHARE = Kind(_parse_share, "a number above 0, at most 1", "X")
 _IDS = Kind(_parse_ids, "token ids such as 1 2 3", "IDS")
 
 
@@ -212,6 +220,8 @@ class Settings:
     # Sampling
     temperature: float = _setting(0.0, _real(0, 100), "0 is greedy: the likeliest token.")
     top_k: int = _setting(0, _whole(0, 1024), "Draw from the k likeliest tokens; 0 draws from all.")
+    top_p: float = _setting(1.0, _SHARE, "Draw from the likeliest tokens that hold this share of the probability; 1: from all.")
+    min_p: float = _setting(0.0, _real(0, 1), "Draw from tokens at least this many times as likely as the likeliest.")
     seed: int | None = _setting(None, _whole(0, 2**64 - 1), "Same seed, same reply; by default one is drawn and reported.")
     max_tokens: int | None = _setting(None, _TOKENS, "Most tokens of the reply; by default until the limit of the context.")
     stop_token_ids: tuple[int, ...] = _setting((), _IDS, "Token ids that end the reply.")

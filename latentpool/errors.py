@@ -10,6 +10,7 @@ LatentPoolError
 │   ├── CheckpointError         tensors missing, surplus, misshapen or truncated
 │   ├── PlanRefusedError        the plan does not fit in the room
 │   └── HandshakeError          two members of a group do not agree
+├── ReplayError                 ours: a reply that was computed again came out differently, and ends: DATA_LOSS
 └── EpochError                  ours: an engine, a link or a digest failed and the epoch ends: UNAVAILABLE
     ├── LinkError               the data plane lost or timed out on a rank
     └── DigestMismatchError     ranks computed different bits
@@ -66,6 +67,10 @@ class PlanRefusedError(SetupError):
 
 class HandshakeError(SetupError):
     """Two members of a group do not agree (build, checkpoint, geometry, dtypes, numerics, secret)."""
+
+
+class ReplayError(LatentPoolError):
+    """A conversation that was computed again gave another token than was delivered; the message names both."""
 
 
 class EpochError(LatentPoolError):

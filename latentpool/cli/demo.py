@@ -17,7 +17,7 @@ import latentpool
 from latentpool.cli.options import takes
 from latentpool.cli.pool import picture
 from latentpool.cli.supervisor import Group
-from latentpool.cli.talk import SAMPLING, PromptText, stream_reply
+from latentpool.cli.talk import SAMPLING, PromptText, sampling, stream_reply
 from latentpool.cli.up import checked, child_log, run_group
 from latentpool.client import AdminClient, Client
 from latentpool.config import Settings
@@ -76,7 +76,7 @@ async def _show(group: Group, prompt: str, console: Console) -> None:
             if not pages:
                 pages.append(asyncio.ensure_future(manager.list_pages()))
 
-        await stream_reply(client, prompt, settings, write)
+        await stream_reply(client, prompt, sampling(settings), write)
         console.print("\nthe pool while it spoke:")
         for listing in pages:
             console.print(picture(await listing))

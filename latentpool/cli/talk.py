@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from latentpool.cli.calls import as_dict, as_json, ask_router
 from latentpool.cli.options import Json, takes
 from latentpool.client import Client, GenerateEvent
 from latentpool.config import Settings
 from latentpool.errors import ConfigError
-from latentpool.sampling import Sampling
+from latentpool.sampling import MAX_LOG_PROBS, Sampling
 from latentpool.v1 import router_pb2 as pb
 
-SAMPLING = ("max_tokens", "temperature", "top_k", "seed", "stop_token_ids", "ignore_eos")
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
 
 Prompt = str | list[int]
 PromptText = Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt's text.", show_default=False)]
@@ -30,6 +32,21 @@ PromptFile = Annotated[
 TokenIds = Annotated[
     str | None, typer.Option("--token-ids", metavar="IDS", help='The prompt as ids: "1 2 3".', show_default=False)
 ]
+Stops = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="End the reply where this text appears; may be repeated.", show_default=False),
+]
+LogProbs = Annotated[
+    int | None,
+    typer.Option(
+        "--log-probs",
+        min=0,
+        max=MAX_LOG_PROBS,
+        metavar="N",
+        help="With --json: log-probabilities, and the N likeliest.",
+    ),
+]
+Background = Annotated[bool, typer.Option("--background", help="Let all requests that are not in the background go first.")]
 
 
 @takes("address", *SAMPLING)
@@ -38,33 +55,42 @@ def generate(
     prompt: PromptText = None,
     prompt_file: PromptFile = None,
     token_ids: TokenIds = None,
+    stop: Stops = None,
+    log_probs: LogProbs = None,
+    background: Background = False,
     json: Json = False,
 ) -> None:
     """Continues a prompt and streams the reply to stdout; usage and receipt follow on stderr. Ctrl-C cancels it.
 
     \b
-    latentpool generate "Once upon a time" --max-tokens 100
-    latentpool generate --prompt-file book.txt --temperature 0.7 --seed 1
-    latentpool generate --token-ids "1 2 3" --max-tokens 8 --json
+    latentpool generate "Once upon a time" --max-tokens 100 --stop "The end"
+    latentpool generate --prompt-file book.txt --temperature 0.7 --top-p 0.9
+    latentpool generate --token-ids "1 2 3" --max-tokens 8 --log-probs 5 --json
     """
+    if log_probs is not None and not json:
+        raise ConfigError("--log-probs: they are shown as JSON only: add --json")
     asked = read_prompt(prompt, prompt_file, token_ids)
-    reply = ask_router(settings, lambda client: stream_reply(client, asked, settings, None if json else sys.stdout.write))
+    how = replace(sampling(settings), stop=tuple(stop or ()), log_probs=log_probs)
+    write = None if json else sys.stdout.write
+    reply = ask_router(settings, lambda client: stream_reply(client, asked, how, write, background))
     if json:
         print(as_json(reply))
 
 
-async def stream_reply(client: Client, prompt: Prompt, settings: Settings, write: Any) -> dict[str, Any]:
+async def stream_reply(client: Client, prompt: Prompt, how: Sampling, write: Any, background: bool = False) -> dict[str, Any]:
     """Streams one reply through `write` as text (ids where the model has no tokenizer), and tells on stderr how it went.
     write None: quietly. Returns the whole reply."""
     console = Console(stderr=True, highlight=False)
     as_text = (await client.get_model()).has_tokenizer
     ids: list[int] = []
     text = ""
+    log_probs: list[dict[str, Any]] = []
     completion = pb.Completion()
-    async for event in _with_progress(client.generate(prompt, sampling(settings)), console):
+    async for event in _with_progress(client.generate(prompt, how, background=background), console):
         if isinstance(event, pb.Chunk):
             ids += event.token_ids
             text += event.text
+            log_probs += map(as_dict, event.log_probs)
             if write is not None:
                 write(event.text if as_text else "".join(f"{token} " for token in event.token_ids))
                 sys.stdout.flush()
@@ -73,8 +99,9 @@ async def stream_reply(client: Client, prompt: Prompt, settings: Settings, write
     if write is not None:
         write("\n")
         sys.stdout.flush()
-        console.print(f"[dim]{summary(completion)}[/]", soft_wrap=True)
-    return {"text": text, "token_ids": ids} | as_dict(completion)
+        console.print(f"[dim]{escape(summary(completion))}[/]", soft_wrap=True)
+    scored = {} if how.log_probs is None else {"log_probs": log_probs}
+    return {"text": text, "token_ids": ids} | scored | as_dict(completion)
 
 
 async def _with_progress(events: AsyncIterator[GenerateEvent], console: Console) -> AsyncIterator[GenerateEvent]:
@@ -96,6 +123,8 @@ def summary(completion: pb.Completion) -> str:
     """Usage, timings, seed and receipt, in two lines."""
     usage, timings = completion.usage, completion.timings
     why = pb.FinishReason.Name(completion.finish_reason).removeprefix("FINISH_REASON_").lower()
+    if completion.stop:
+        why += f" {completion.stop!r}"
     decoding = timings.total_seconds - timings.first_token_seconds
     rate = f", {(usage.generated_tokens - 1) / decoding:.1f} tokens/s" if usage.generated_tokens > 1 and decoding > 0 else ""
     return (
@@ -113,6 +142,8 @@ def sampling(settings: Settings) -> Sampling:
         max_tokens=settings.max_tokens,
         stop_token_ids=settings.stop_token_ids,
         ignore_eos=settings.ignore_eos,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
     )
 
 

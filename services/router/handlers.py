@@ -176,6 +176,8 @@ class Handlers:
             except LatentPoolError as error:
                 refusal = self._status(error)
                 await context.abort(refusal.code, refusal.details, refusal.trailing_metadata)
+            except grpc.aio.InternalError:  # the client is gone, and with it the write that it blocked
+                return None
 
         return make(run, request_deserializer=read, response_serializer=lambda message: message.SerializeToString())
 

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
-from latentpool.errors import BusyError, EpochError, LatentPoolError, NotServedError, RequestError
+from latentpool.errors import BusyError, EpochError, LatentPoolError, NotServedError, ReplayError, RequestError
 
 DOMAIN = "latentpool"
 RETRY_SECONDS = 1
@@ -17,6 +17,7 @@ _CODES: tuple[tuple[type[LatentPoolError], grpc.StatusCode, str], ...] = (  # th
     (BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED, "BUSY"),
     (RequestError, grpc.StatusCode.INVALID_ARGUMENT, "BAD_REQUEST"),
     (EpochError, grpc.StatusCode.UNAVAILABLE, "EPOCH_ENDED"),
+    (ReplayError, grpc.StatusCode.DATA_LOSS, "REPLAY_DIFFERS"),
 )
 
 
