@@ -104,7 +104,7 @@ class Kernels(Protocol):
         [T, d] (before its norm), post compute [T, N], comb compute [T, N, N] (C, not transposed)."""
 
     def hyper_post(self, X: Array, y: Array, post: Array, comb: Array, out: Array) -> None:
-        """Step 8: out[n] = round(round(post[n] y) + round(sum_j comb[j, n] X[j])), j ascending in f32. y compute [T, d],
+        """Step 8: out[n] = round(round(post[n] y) + round(sum_j comb[j, n] X[j])), the sum in f32. y compute [T, d],
         X, out compute [T, N, d]."""
 
     def hyper_mean(self, X: Array, out: Array) -> None:

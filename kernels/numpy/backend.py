@@ -28,6 +28,7 @@ class NumpyKernels:
     def __init__(self, dtype: Literal["f32", "bf16"]) -> None:
         self.dtype: str = dtype
         self._round = ROUNDING[dtype]
+        self._balancers: hyper.Balancers = {}
 
     # ---- memory ----------------------------------------------------------------------------------------------
 
@@ -85,7 +86,7 @@ class NumpyKernels:
         self, path: Path, X: Array, fn: Array, base: Array, scale: Array, rms_eps: float, hyper_eps: float, iters: int,
         x: Array, post: Array, comb: Array,
     ) -> None:  # fmt: skip
-        hyper.pre(path, X, fn, base, scale, rms_eps, hyper_eps, iters, x, post, comb, self._round)
+        hyper.pre(path, X, fn, base, scale, rms_eps, hyper_eps, iters, x, post, comb, self._round, self._balancers)
 
     def hyper_post(self, X: Array, y: Array, post: Array, comb: Array, out: Array) -> None:
         hyper.post(X, y, post, comb, out, self._round)

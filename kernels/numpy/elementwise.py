@@ -13,6 +13,7 @@ import numpy as np
 from kernels.rows import Array
 
 ONE = np.float32(1.0)
+TWO = np.float32(2.0)
 
 
 def sigmoid(x: Array, out: Array) -> None:
