@@ -75,8 +75,7 @@ def _chunk(q: Array, keys: Array, seen: Array, scale: np.float32) -> State:
     masked = index >= seen[:, None]
     np.copyto(p, MINUS_INF, where=masked)
     top = p.max(axis=-1).max(axis=0)
-    with np.errstate(invalid="ignore"):  # -inf - -inf in rows of another kind, which are dropped
-        p -= top[:, None]
+    p -= top[:, None]  # -inf - -inf in rows of another kind, which are dropped
     np.exp(p, out=p)  # an unseen key gets exp(-inf) = 0, whatever its score was
     totals = np.vecdot(p, _ONES)
     parts = np.matmul(p, keys)

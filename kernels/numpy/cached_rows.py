@@ -25,7 +25,7 @@ def gather(view: RowView, lane: int, ids: Array, tile: int) -> Array:
 
 def read_ring(ring: Array, lanes: Array, positions: Array, out: Array) -> None:
     out[...] = widen(ring[lanes, positions % ring.shape[1]])
-    out[positions < 0] = 0
+    np.copyto(out, 0, where=(positions < 0)[:, None])
 
 
 def write_ring(rows: Array, ring: Array, lanes: Array, positions: Array) -> None:

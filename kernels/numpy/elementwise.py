@@ -1,5 +1,8 @@
 """Sums and functions that other operations share. Everything is float32 and contiguous.
 
+Overflow to infinity and -inf - -inf in entries that are masked are meant; whoever runs operations tells NumPy to be quiet once
+a thread (`np.errstate` costs more than a small operation).
+
 Bits must not depend on shape or position, so elementwise functions see contiguous arrays only, and the only reductions are
 dot products of NumPy over the last axis (one BLAS call a row, its length fixed by the geometry).
 """
@@ -18,20 +21,18 @@ TWO = np.float32(2.0)
 
 def sigmoid(x: Array, out: Array) -> None:
     """1 / (1 + exp(-x)); out may be x."""
-    np.negative(x, out=out)
-    with np.errstate(over="ignore"):  # exp(-x) = inf gives 0, which is right
-        np.exp(out, out=out)
-    out += ONE
-    np.divide(ONE, out, out=out)
+    np.negative(x, out)
+    np.exp(out, out)  # inf gives 0, which is right
+    np.add(out, ONE, out)
+    np.reciprocal(out, out)
 
 
 def silu(x: Array, out: Array) -> None:
     """x / (1 + exp(-x)); out is not x."""
-    np.negative(x, out=out)
-    with np.errstate(over="ignore"):
-        np.exp(out, out=out)
-    out += ONE
-    np.divide(x, out, out=out)
+    np.negative(x, out)
+    np.exp(out, out)
+    np.add(out, ONE, out)
+    np.divide(x, out, out)
 
 
 def mean_square(x: Array) -> Array:

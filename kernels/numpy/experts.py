@@ -32,7 +32,7 @@ def route(
         np.put_along_axis(members, dropped[:, :, None], -np.inf, axis=1)
     chosen = np.sort(np.argsort(-biased, axis=-1, kind="stable")[:, :k], axis=-1)
     experts[...] = chosen
-    weights[...] = np.take_along_axis(p, chosen, axis=-1)
+    weights[...] = p[np.arange(T)[:, None], chosen]
     if normalise:
         total = weights[:, 0].copy()
         for i in range(1, k):
@@ -46,17 +46,54 @@ def routed(
     path: Path, x: Array, experts: Array, weights: Array, rows: int, gate_up: Array, down: Array, limit: float,
     out: Array, rounded: Round,
 ) -> None:  # fmt: skip
-    out[rows:] = 0
-    step = rows if path is Path.DECODE else BLOCK
-    for start in range(0, rows, step or 1):
-        here = slice(start, min(start + step, rows))
-        _block(path, x[here], experts[here], weights[here], gate_up, down, limit, out[here], rounded)
+    if rows < len(out):
+        out[rows:] = 0
+    if path is Path.DECODE:
+        _rows(x[:rows], experts[:rows], weights[:rows], gate_up, down, limit, out[:rows], rounded)
+        return
+    for start in range(0, rows, BLOCK):
+        here = slice(start, min(start + BLOCK, rows))
+        _block(x[here], experts[here], weights[here], gate_up, down, limit, out[here], rounded)
+
+
+def _rows(
+    x: Array, experts: Array, weights: Array, gate_up: Array, down: Array, limit: float, out: Array, rounded: Round
+) -> None:
+    """A gemv a pair of a row and one of its experts, whoever else chose the expert; in order of experts, so that the rows of
+    one find its weights in the processor's cache."""
+    T, k = experts.shape
+    names = experts.ravel()
+    pairs = list(enumerate(names.tolist()))
+    if T > 1:
+        pairs.sort(key=lambda pair: pair[1])
+    hidden = np.empty((T * k, gate_up.shape[1]), np.float32)
+    for pair, e in pairs:
+        gate_up[e].dot(x[pair // k], hidden[pair])
+    rounded(hidden)
+    active = np.empty((T * k, down.shape[2]), np.float32)
+    swiglu(hidden, limit, active, rounded)
+    parts = np.empty((T, k, x.shape[1]), np.float32)
+    flat = parts.reshape(T * k, -1)
+    for pair, e in pairs:
+        down[e].dot(active[pair], flat[pair])
+    _weigh(parts, weights, out)
+
+
+def _weigh(parts: Array, weights: Array, out: Array) -> None:
+    """out[t] = sum over experts, ascending, of weight * part; parts [T, k, d] is overwritten."""
+    parts *= weights[:, :, None]
+    if parts.shape[1] == 1:
+        out[...] = parts[:, 0]
+        return
+    np.add(parts[:, 0], parts[:, 1], out=out)
+    for i in range(2, parts.shape[1]):
+        out += parts[:, i]
 
 
 def _block(
-    path: Path, x: Array, experts: Array, weights: Array, gate_up: Array, down: Array, limit: float, out: Array, rounded: Round
+    x: Array, experts: Array, weights: Array, gate_up: Array, down: Array, limit: float, out: Array, rounded: Round
 ) -> None:
-    """Real rows only, all of one block on the prompt path. A pair is a row and one of its experts, sorted by expert."""
+    """The real rows of one block. A pair is a row and one of its experts, sorted by expert."""
     T, k = experts.shape
     names = experts.ravel()
     order = np.argsort(names, kind="stable")
@@ -66,26 +103,22 @@ def _block(
     inputs = x[order // k]
     hidden = np.empty((T * k, gate_up.shape[1]), np.float32)
     for e, first, end in groups:
-        _group_product(path, inputs[first:end], gate_up[e], hidden[first:end])
+        _group_product(inputs[first:end], gate_up[e], hidden[first:end])
     rounded(hidden)
     active = np.empty((T * k, down.shape[2]), np.float32)
     swiglu(hidden, limit, active, rounded)
     sorted_parts = np.empty((T * k, x.shape[1]), np.float32)
     for e, first, end in groups:
-        _group_product(path, active[first:end], down[e], sorted_parts[first:end])
+        _group_product(active[first:end], down[e], sorted_parts[first:end])
 
     parts = np.empty_like(sorted_parts)
     parts[order] = sorted_parts
-    parts = parts.reshape(T, k, -1)
-    parts *= weights[:, :, None]
-    out[...] = parts[:, 0]
-    for i in range(1, k):
-        out += parts[:, i]
+    _weigh(parts.reshape(T, k, -1), weights, out)
 
 
-def _group_product(path: Path, x: Array, w: Array, out: Array) -> None:
-    """A gemv a row, always on the decode path; on the prompt path a group that is worth packing the weights is a gemm."""
-    if path is Path.PROMPT and len(x) >= GEMM_ROWS:
+def _group_product(x: Array, w: Array, out: Array) -> None:
+    """A gemv a row, or a gemm where the group is worth packing the weights."""
+    if len(x) >= GEMM_ROWS:
         np.matmul(x, w.T, out=out)
     else:
         np.matmul(w, x[:, :, None], out=out[:, :, None])

@@ -55,20 +55,22 @@ def unit(x: Array) -> Array:
 def decode(
     q: Array, k: Array, v: Array, G: Array, beta: Array, states: Array, source: Array, target: Array, out: Array, rounded: Round
 ) -> None:
-    """The recurrence, token by token: q, k, v, G [B, R, H, D], beta [B, R, H]."""
+    """The recurrence, token by token: q, k, v, G [B, R, H, D], beta [B, R, H]. A window at a time, in place: its states stay
+    in the processor's cache and are not copied."""
     q = unit(q)
     q /= np.sqrt(np.float32(q.shape[-1]))
     k = unit(k)
     decay = np.exp(G)
-    S = states[source]
-    for row in range(q.shape[1]):
-        S *= decay[:, row, :, :, None]
-        key = k[:, row]
-        delta = v[:, row] - np.matmul(key[..., None, :], S)[..., 0, :]
-        delta *= beta[:, row, :, None]
-        S += key[..., :, None] * delta[..., None, :]
-        out[:, row] = np.matmul(q[:, row, :, None, :], S)[..., 0, :]
-    states[target] = S
+    for b, (old, new) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
+        before, S = states[old], states[new]
+        for row in range(q.shape[1]):
+            np.multiply(before, decay[b, row, :, :, None], out=S)
+            key = k[b, row]
+            delta = v[b, row, :, None] - np.matmul(key[:, None, :], S)
+            delta *= beta[b, row, :, None, None]
+            S += key[:, :, None] * delta
+            np.matmul(q[b, row, :, None, :], S, out=out[b, row, :, None])
+            before = S
     rounded(out)
 
 

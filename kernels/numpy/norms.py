@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from kernels.numpy.elementwise import mean_square, silu
@@ -20,7 +22,7 @@ def rms_norm(x: Array, w: Array, eps: float, out: Array, rounded: Round) -> None
 
 
 def layer_norm(x: Array, w: Array, b: Array, eps: float, out: Array, rounded: Round) -> None:
-    mean = np.vecdot(x, np.ones(x.shape[-1], np.float32))
+    mean = np.vecdot(x, _ones(x.shape[-1]))
     mean /= np.float32(x.shape[-1])
     np.subtract(x, mean[:, None], out=out)
     root = mean_square(out)
@@ -32,11 +34,17 @@ def layer_norm(x: Array, w: Array, b: Array, eps: float, out: Array, rounded: Ro
     rounded(out)
 
 
+@functools.cache
+def _ones(width: int) -> Array:
+    return np.ones(width, np.float32)
+
+
 def swiglu(gate_up: Array, limit: float, out: Array, rounded: Round) -> None:
     width = gate_up.shape[-1] // 2
     bound = np.float32(limit)
     gate = np.minimum(gate_up[..., :width], bound)
     silu(gate, out)
     rounded(out)
-    out *= np.clip(gate_up[..., width:], -bound, bound)
+    up = np.minimum(gate_up[..., width:], bound, out=gate)
+    out *= np.maximum(up, -bound, out=up)
     rounded(out)

@@ -21,10 +21,18 @@ BLOCK = 64
 def product(path: Path, x: Array, w: Array, out: Array) -> None:
     """out = x wᵀ in float32: x [T, K], w [N, K], out [T, N]."""
     if path is Path.DECODE:
-        np.matmul(w, x[:, :, None], out=out[:, :, None])
+        gemv_rows(w, x, out)
     else:
         blocks = x.shape[0] // BLOCK
         np.matmul(x.reshape(blocks, BLOCK, -1), w.T, out=out.reshape(blocks, BLOCK, -1))
+
+
+def gemv_rows(w: Array, x: Array, out: Array) -> None:
+    """out[t] = w x[t]: the same gemv for every row; one row skips the setting up of a stack of products."""
+    if len(x) == 1:
+        w.dot(x[0], out[0])
+    else:
+        np.matmul(w, x[:, :, None], out[:, :, None])
 
 
 def head_product(path: Path, q: Array, w: Array, out: Array) -> None:

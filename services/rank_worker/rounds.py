@@ -76,13 +76,14 @@ class Rounds:
         """Runs a round. Raises LinkError when the link fails, EpochError naming round and operation for anything else."""
         start = time.perf_counter()
         results = []
-        for number, operation in enumerate(round_.operations):
-            try:
-                results.append(self._run(operation))
-            except (ValueError, IndexError) as error:
-                kind = type(operation).__name__.lower()
-                raise EpochError(f"round {round_.seq}, operation {number} ({kind}): {error}") from error
-            self._tick()
+        with np.errstate(over="ignore", invalid="ignore"):  # kernels.numpy.elementwise says why
+            for number, operation in enumerate(round_.operations):
+                try:
+                    results.append(self._run(operation))
+                except (ValueError, IndexError) as error:
+                    kind = type(operation).__name__.lower()
+                    raise EpochError(f"round {round_.seq}, operation {number} ({kind}): {error}") from error
+                self._tick()
         exchange = self._link.take_seconds()
         return frames.RoundResult(round_.seq, results, time.perf_counter() - start - exchange, exchange)
 

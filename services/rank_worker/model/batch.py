@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,7 @@ class Batch:
     target: Int32  # [windows] place of the KDA state written
     pools: Pools
 
-    @property
+    @cached_property
     def total(self) -> int:
         return len(self.tokens)
 

@@ -86,10 +86,15 @@ class Workspace:
         self._columns = _columns(geometry, world, rank)
         self._rows = rows
         self._arrays: dict[str, Array] = {}
+        self._taken: dict[tuple[str, int, int | None], Array] = {}
 
     def take(self, name: str, rows: int, width: int | None = None) -> Array:
         """The first `rows` rows of a scratch array, C-contiguous; `width` narrows a one-column array (gate_up of a layer
         whose MLP is narrower than the widest). Raises ValueError for more rows than declared."""
+        key = (name, rows, width)
+        taken = self._taken.get(key)
+        if taken is not None:
+            return taken
         if rows > self._rows:
             raise ValueError(f"{rows} rows of scratch {name!r} asked, {self._rows} declared")
         shape, kind = self._columns[name]
@@ -98,7 +103,8 @@ class Workspace:
             array = self._arrays[name] = self._kernels.empty((self._rows * prod(shape),), kind)
         if width is not None:
             shape = (width,)
-        return array[: rows * prod(shape)].reshape(rows, *shape)
+        taken = self._taken[key] = array[: rows * prod(shape)].reshape(rows, *shape)
+        return taken
 
 
 def workspace_bytes(geometry: Geometry, world: int, rank: int, rows: int) -> int:
