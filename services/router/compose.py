@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from latentpool.geometry import BLOCK, R_MAX
+from latentpool.geometry import BLOCK
 from latentpool.v1 import rank_worker_pb2 as pb
 from services.router.conversations import Book, Conversation, Phase
+from services.router.pace import Pace
 
 REPLY_BYTES = 32 << 20
 """Raw logits that a round may bring back from all ranks together, one block of rows excepted."""
-GAP_SECONDS = 0.15
-"""Target of the gap between a stream's tokens while prompts are computed beside it."""
 
 
 @dataclass(slots=True)
@@ -27,27 +27,9 @@ class Draft:
         self.conversations.append(conversations)
 
 
-@dataclass(slots=True)
-class Pace:
-    """How many prompt rows fit beside streams that decode, learned from rounds. Bits do not depend on it (E2)."""
-
-    chunk_rows: int
-    seconds_a_row: float = 0.0
-
-    def rows(self, others_decode: bool) -> int:
-        """Rows of prompt work a round, a multiple of 64."""
-        if not others_decode or not self.seconds_a_row:
-            return self.chunk_rows
-        fits = int(GAP_SECONDS / self.seconds_a_row) // BLOCK * BLOCK
-        return min(max(fits, BLOCK), self.chunk_rows)
-
-    def learn(self, rows: int, seconds: float) -> None:
-        if rows and seconds > 0:
-            self.seconds_a_row = seconds / rows
-
-
 class Composer:
-    """Writes rounds for a group. Only it authors positions; the workers advance lanes alike."""
+    """Writes rounds for a group. Only it authors positions; the workers advance lanes alike. A conversation goes on from what
+    was sent, answered or not: its workers feed their own last token."""
 
     def __init__(self, page_rows: int, vocab: int, chunk_rows: int) -> None:
         self._page_rows = page_rows
@@ -55,25 +37,30 @@ class Composer:
         self._raw_left = 0
         self.pace = Pace(chunk_rows)
 
-    def compose(self, book: Book, freed: Sequence[int]) -> Draft:
-        """The next round; empty if there is nothing to do. `freed` lanes are freed before anybody is seated. Marks
-        conversations as bound and tabled: the round must be sent."""
+    def compose(self, book: Book, leaving: Sequence[Conversation]) -> Draft:
+        """The next round; empty if there is nothing to do. Lanes of those that leave are freed before anybody is seated.
+        Advances conversations: the round must be sent."""
         draft = Draft()
         self._raw_left = self._raw_rows
-        for lane in freed:
-            draft.add(pb.Operation(free=pb.Free(lane=lane)))
-        filling = book.running(Phase.FILLING)
-        decoding = [c for c in book.running(Phase.DECODING) if self.can_decode(c)]
-        self._seat(draft, [*filling, *book.running(Phase.DECODING)])
-        self._prompts(draft, filling, bool(decoding))
-        self._decodes(draft, decoding)
+        for c in leaving:
+            draft.add(pb.Operation(free=pb.Free(lane=c.lane)), (c,))
+        filling, decoding = book.running(Phase.FILLING), book.running(Phase.DECODING)
+        self._seat(draft, [*filling, *decoding])
+        windows = [c for c in decoding if self.can_decode(c)]
+        self._prompts(draft, filling, bool(windows))
+        self._replies(draft, [c for c in windows if c.sent >= c.given_rows])
+        self._given(draft, [c for c in windows if c.sent < c.given_rows])
         return draft
 
-    def can_decode(self, conversation: Conversation) -> bool:
-        """Whether it takes part in this round's decode: its pages came and its client reads."""
-        return not conversation.mailbox.full and conversation.has_pages(
-            conversation.position + self._window(conversation), self._page_rows
-        )
+    def can_decode(self, c: Conversation) -> bool:
+        """Whether it takes part in this round's decode: it has rows left to run whatever is sampled, its pages came, and its
+        client reads."""
+        return c.sent < c.rows_at_end and not c.mailbox.full and c.has_pages(c.sent + c.window, self._page_rows)
+
+    def learn(self, round_: pb.Round, seconds: float) -> None:
+        """The slowest rank took so long for a round."""
+        blocks = sum(-(-len(operation.prompt.tokens) // BLOCK) for operation in round_.operations)
+        self.pace.learn(blocks, any(operation.HasField("decode") for operation in round_.operations), seconds)
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
@@ -81,7 +68,15 @@ class Composer:
         for c in conversations:
             if not c.bound:
                 s = c.sampling
-                bind = pb.Bind(lane=c.lane, conversation=c.id, temperature=s.temperature, top_k=s.top_k, seed=c.seed)
+                bind = pb.Bind(
+                    lane=c.lane,
+                    conversation=c.id,
+                    temperature=s.temperature,
+                    top_k=s.top_k,
+                    seed=c.seed,
+                    top_p=s.top_p,
+                    min_p=s.min_p,
+                )
                 draft.add(pb.Operation(bind=bind))
                 c.bound = True
             if c.tabled < len(c.pages):
@@ -90,51 +85,62 @@ class Composer:
                 c.tabled = len(c.pages)
 
     def _prompts(self, draft: Draft, filling: Sequence[Conversation], others_decode: bool) -> None:
-        """Chunks of prompts in order of arrival, as many rows as the round may hold."""
+        """Chunks of prompts in the order in which they are served, as many rows as the round may hold."""
         left = self.pace.rows(others_decode)
         for c in filling:
-            rows = min(left, c.prompt_rows - c.position)
+            rows = min(left, c.prompt_rows - c.sent)
             if _logits(c) == pb.LOGITS_RAW:
                 rows = min(rows, self._raw_left // BLOCK * BLOCK)
                 self._raw_left -= rows
-            if not rows or c.mailbox.full or not c.has_pages(c.position + rows, self._page_rows):
+            if not rows or c.mailbox.full or not c.has_pages(c.sent + rows, self._page_rows):
                 continue
-            end = c.position + rows
+            end = c.sent + rows
+            last = end == c.prompt_rows
             prompt = pb.Prompt(
                 lane=c.lane,
-                start=c.position,
-                tokens=c.tokens[c.position : end].tolist(),
-                last=end == c.prompt_rows,
+                start=c.sent,
+                tokens=c.tokens[c.sent : end].tolist(),
+                last=last,
                 logits=_logits(c),
+                log_probs=log_probs((c,)) if last and not c.generated else 0,
             )
             if c.scoring is not None and end < len(c.tokens):
                 prompt.following = int(c.tokens[end])
             draft.add(pb.Operation(prompt=prompt), (c,))
+            c.advance(rows)
             left -= -(-rows // BLOCK) * BLOCK
 
-    def _decodes(self, draft: Draft, decoding: Sequence[Conversation]) -> None:
-        """One operation for all replies, and one for each Score, whose tokens are given."""
-        replies = [c for c in decoding if c.scoring is None]
+    def _replies(self, draft: Draft, replies: Sequence[Conversation]) -> None:
+        """One operation for all replies: each lane's last token is run, and the next one sampled."""
         if replies:
-            draft.add(pb.Operation(decode=pb.Decode(lanes=[c.lane for c in replies], rows=1)), replies)
-        for c in decoding:
-            if c.scoring is not None:
-                end = c.position + self._window(c)
-                if c.scoring.raw:
-                    if self._raw_left < end - c.position:
-                        continue
-                    self._raw_left -= end - c.position
-                decode = pb.Decode(
-                    lanes=[c.lane],
-                    rows=end - c.position,
-                    forced=c.tokens[c.position : end].tolist(),
-                    logits=_logits(c),
-                    following=c.tokens[end : end + 1].tolist(),
-                )
-                draft.add(pb.Operation(decode=decode), (c,))
+            decode = pb.Decode(lanes=[c.lane for c in replies], rows=1, log_probs=log_probs(replies))
+            draft.add(pb.Operation(decode=decode), replies)
+            for c in replies:
+                c.advance(1)
 
-    def _window(self, c: Conversation) -> int:
-        return 1 if c.scoring is None else min(R_MAX, len(c.tokens) - c.position)
+    def _given(self, draft: Draft, conversations: Sequence[Conversation]) -> None:
+        """One operation for all windows alike whose tokens are given: those of Scores, and of replies being replayed."""
+        alike: dict[tuple[int, pb.Logits.ValueType, bool], list[Conversation]] = defaultdict(list)
+        for c in conversations:
+            if _logits(c) == pb.LOGITS_RAW:
+                if self._raw_left < c.window:
+                    continue
+                self._raw_left -= c.window
+            alike[c.window, _logits(c), c.scoring is not None and c.sent + c.window < len(c.tokens)].append(c)
+        for (rows, logits, follows), group in alike.items():
+            decode = pb.Decode(lanes=[c.lane for c in group], rows=rows, logits=logits)
+            for c in group:
+                decode.forced.extend(c.token(row) for row in range(c.sent, c.sent + rows))
+                if follows:
+                    decode.following.append(c.token(c.sent + rows))
+                c.advance(rows)
+            draft.add(pb.Operation(decode=decode), group)
+
+
+def log_probs(conversations: Iterable[Conversation]) -> int:
+    """What an operation must be asked for these replies' log-probabilities: 1 + the most likeliest tokens that one of them
+    wants, 0 where none wants any."""
+    return max((1 + wanted for c in conversations if (wanted := c.sampling.log_probs) is not None), default=0)
 
 
 def _logits(c: Conversation) -> pb.Logits.ValueType:

@@ -1,8 +1,8 @@
-"""A conversation's life: waiting, filling, decoding, ended; and the book of all that live."""
+"""A conversation's life: waiting, filling, decoding, perhaps parked and waiting again, ended; and the book of all that live."""
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,15 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from latentpool.errors import LatentPoolError
+from latentpool.geometry import R_MAX
 from latentpool.sampling import Sampling
 from latentpool.v1 import router_pb2
 from services.router.delivery import Mailbox
+from services.router.stops import StopFinder
 
 
 class Phase(Enum):
     WAITING = "waiting"  # for a lane, then for pages
-    FILLING = "filling"  # its prompt is being computed
+    FILLING = "filling"  # its prompt is being sent
     DECODING = "decoding"
+    PARKED = "parked"  # its pages were given to others: it leaves its lane, then it waits again
     ENDED = "ended"
 
 
@@ -43,7 +46,10 @@ class Times:
 @dataclass(eq=False, slots=True)
 class Conversation:
     """One request between its arrival and its end. `tokens` is the prompt, or all that a Score runs (uint32). `seed` is the
-    stated one or the one drawn."""
+    stated one or the one drawn.
+
+    Rows run ahead of answers: `sent` rows went to the workers, of which `answered` came back. After parking both begin at 0
+    again, and rows whose outcome the client has are run as they were, prompt by blocks and the reply by forced windows."""
 
     id: int
     request_id: str
@@ -56,6 +62,8 @@ class Conversation:
     mailbox: Mailbox
     times: Times
     scoring: Scoring | None = None
+    background: bool = False
+    stop_finder: StopFinder | None = None
     phase: Phase = Phase.WAITING
     ahead: int = -1
     """Conversations ahead, as last told to the client."""
@@ -63,8 +71,8 @@ class Conversation:
     owner: int = 0
     bound: bool = False
     """Whether the workers were told (Bind was sent)."""
-    admitted: bool = False
-    """Whether the manager leased pages."""
+    leaving: bool = False
+    """Whether its lane is being freed."""
     pages: list[int] = field(default_factory=list)
     tabled: int = 0
     """Pages that the workers were told of."""
@@ -72,14 +80,45 @@ class Conversation:
     """Rows of the extension that the manager has not answered yet, or 0."""
     dry_until: float = 0.0
     """The manager had no page; it is not asked again before this moment."""
-    position: int = 0
-    """Rows computed: of the prompt, then of the reply."""
+    stalled: bool = False
+    """Whether it stands still because its client does not read."""
+    sent: int = 0
+    answered: int = 0
     generated: list[int] = field(default_factory=list)
+    stop: str = ""
+    """The stop string that ended the reply, if one did."""
+    scored: int = 0
+    """Rows of a Score that the client was given: they are not given again after parking."""
+    replay_rows: int = 0
+    """Rows up to here are run again since it was parked: their tokens are known, and so is the one after them."""
+    parked: int = 0
+    """How often it was parked."""
+
+    @property
+    def order(self) -> tuple[bool, bool, int]:
+        """Who comes first: foreground before background, those that come back at the head of their class, then by arrival."""
+        return self.background, not self.parked, self.id
 
     @property
     def prompt_rows(self) -> int:
         """Tokens of the prompt path."""
         return len(self.tokens) if self.scoring is None else self.scoring.decode_from
+
+    @property
+    def tokens_so_far(self) -> int:
+        return len(self.tokens) + len(self.generated)
+
+    @property
+    def tokens_to_come(self) -> int | None:
+        """At most; None: as many as the context holds."""
+        if self.scoring is not None:
+            return 0
+        return None if self.sampling.max_tokens is None else self.limit - self.tokens_so_far
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has a lane and pages, and keeps them."""
+        return self.phase in (Phase.FILLING, Phase.DECODING)
 
     @property
     def rows_at_end(self) -> int:
@@ -90,20 +129,46 @@ class Conversation:
         """Whether rows 0..rows-1 are mapped."""
         return rows <= len(self.pages) * page_rows
 
+    # ---- windows ------------------------------------------------------------------------------------------------
+
+    @property
+    def given_rows(self) -> int:
+        """Rows of the decode path below this one are fed given tokens: a Score's, or those of a reply that is replayed."""
+        return len(self.tokens) if self.scoring is not None else self.replay_rows
+
+    @property
+    def window(self) -> int:
+        """Rows of the next decode window: up to R_MAX where their tokens are given, else the one after the last token."""
+        return min(R_MAX, self.given_rows - self.sent) if self.sent < self.given_rows else 1
+
+    def token(self, row: int) -> int:
+        """The token fed at a row: of the prompt, or of the reply so far."""
+        return int(self.tokens[row]) if row < len(self.tokens) else self.generated[row - len(self.tokens)]
+
     # ---- progress ---------------------------------------------------------------------------------------------
 
     def admit(self, owner: int, pages: list[int], now: float) -> None:
-        self.admitted = True
         self.owner = owner
         self.pages = pages
         self.phase = Phase.FILLING
-        self.times.admitted = now
+        self.times.admitted = self.times.admitted or now
 
     def advance(self, rows: int) -> None:
-        """Rows were computed."""
-        self.position += rows
-        if self.phase is Phase.FILLING and self.position == self.prompt_rows:
+        """Rows are sent."""
+        self.sent += rows
+        if self.phase is Phase.FILLING and self.sent == self.prompt_rows:
             self.phase = Phase.DECODING
+
+    def come_back(self) -> None:
+        """It has left its lane and holds nothing: it waits again, and everything it ran will be run again."""
+        self.phase = Phase.WAITING
+        self.lane = self.ahead = -1
+        self.bound = self.leaving = False
+        self.pages = []
+        self.tabled = self.asked_rows = self.sent = self.answered = 0
+        self.dry_until = 0.0
+        self.parked += 1
+        self.replay_rows = self.tokens_so_far - 1 if self.generated else 0
 
     def take(self, token: int, now: float) -> router_pb2.FinishReason.ValueType | None:
         """A token of the reply was sampled. Returns why the reply ends with it, if it does."""
@@ -112,18 +177,21 @@ class Conversation:
         self.generated.append(token)
         if token in self.stops:
             return router_pb2.FINISH_REASON_STOP
-        if len(self.tokens) + len(self.generated) >= self.limit:
+        if self.stop_finder is not None and (stop := self.stop_finder.push(token)) is not None:
+            self.stop = stop
+            return router_pb2.FINISH_REASON_STOP
+        if self.tokens_so_far >= self.limit:
             return router_pb2.FINISH_REASON_LENGTH
         return None
 
 
 class Book:
-    """Conversations that live: waiting ones in order of arrival, running ones by lane. A lane is free, taken, or resting
-    until the round that frees it is answered."""
+    """Conversations that live: waiting ones in the order in which they will be served, running ones by lane. A lane is free,
+    taken, or resting until the round that frees it is answered."""
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
-        self.queue: deque[Conversation] = deque()
+        self.queue: list[Conversation] = []
         self.seated: dict[int, Conversation] = {}
         self._free = list(range(lanes))
 
@@ -132,16 +200,19 @@ class Book:
         yield from self.queue
 
     def find(self, conversation: int) -> Conversation | None:
-        """The seated conversation of that id, or None if it ended."""
+        """The seated conversation of that id, or None."""
         return next((c for c in self.seated.values() if c.id == conversation), None)
 
     @property
     def lane_free(self) -> bool:
         return bool(self._free)
 
+    def enqueue(self, conversation: Conversation) -> None:
+        bisect.insort(self.queue, conversation, key=lambda c: c.order)
+
     def seat(self) -> Conversation:
         """Gives the first in the queue the lowest free lane."""
-        conversation = self.queue.popleft()
+        conversation = self.queue.pop(0)
         conversation.lane = self._free.pop(0)
         self.seated[conversation.lane] = conversation
         return conversation
@@ -154,13 +225,18 @@ class Book:
         else:
             self.queue.remove(conversation)
 
+    def come_back(self, conversation: Conversation) -> None:
+        """From its lane to the queue again. The lane rests until `rest_over`."""
+        del self.seated[conversation.lane]
+        conversation.come_back()
+        self.enqueue(conversation)
+
     def rest_over(self, lane: int) -> None:
-        self._free.append(lane)
-        self._free.sort()
+        bisect.insort(self._free, lane)
 
     def running(self, phase: Phase) -> list[Conversation]:
-        """Seated conversations in a phase, in order of arrival."""
-        return sorted((c for c in self.seated.values() if c.phase is phase), key=lambda c: c.id)
+        """Seated conversations in a phase, in the order in which they are served."""
+        return sorted((c for c in self.seated.values() if c.phase is phase), key=lambda c: c.order)
 
     def fail(self, error: LatentPoolError) -> None:
         """Ends every stream."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import secrets
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import structlog
@@ -28,10 +29,13 @@ log = structlog.get_logger()
 class Group:
     """One group, for as long as its epoch lives. `on_ready` is called when all ranks have answered the first round."""
 
-    def __init__(self, session: Session, chunk_rows: int, max_waiting: int, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, session: Session, chunk_rows: int, max_waiting: int, dead_after: float, on_ready: Callable[[], None]
+    ) -> None:
         self._session = session
         self._chunk_rows = chunk_rows
         self._max_waiting = max_waiting
+        self._dead_after = dead_after
         self._on_ready = on_ready
         self._ids = itertools.count(1)
         self._loop: RoundLoop | None = None
@@ -64,10 +68,11 @@ class Group:
         granted = await self._session.open()
         log.info("term granted", term=granted.term, epoch=granted.epoch, ranks=len(granted.worker_addresses))
         self._why_not = "it opens the rounds to its ranks"
-        workers = Workers(granted.worker_addresses)
+        workers = Workers(granted.worker_addresses, self._dead_after)
         try:
             return await self._serve(granted, workers)
         finally:
+            log.info("rounds are over", **asdict(workers.counters))
             await workers.close()
 
     async def _serve(self, granted: pool_manager_pb2.Granted, workers: Workers) -> LatentPoolError | None:
@@ -99,7 +104,7 @@ class Group:
 
     @staticmethod
     async def _rounds(loop: RoundLoop, workers: Workers, granted: pool_manager_pb2.Granted) -> None:
-        await workers.open(granted.term, granted.epoch, granted.round_key)
+        await workers.open(granted.term, granted.epoch, granted.round_key, loop.wake.set)
         await loop.run()
 
     # ---- what handlers ask ------------------------------------------------------------------------------------------
@@ -148,6 +153,8 @@ class Group:
             mailbox=Mailbox(self._loop.wake),
             times=Times(arrived=asyncio.get_running_loop().time()),
             scoring=accepted.scoring,
+            background=accepted.background,
+            stop_finder=accepted.stop_finder,
         )
         self._loop.submit(conversation)
         return conversation

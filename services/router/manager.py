@@ -113,8 +113,19 @@ class Session:
 
     # ---- requests: none waits ------------------------------------------------------------------------------------
 
-    def admit(self, conversation: int, lane: int, prompt_tokens: int, max_tokens: int | None, request_id: str) -> int:
-        """Asks for pages; returns the key of the answers."""
+    def admit(
+        self,
+        conversation: int,
+        lane: int,
+        prompt_tokens: int,
+        max_tokens: int | None,
+        request_id: str,
+        *,
+        background: bool,
+        returning: bool,
+    ) -> int:
+        """Asks for pages; returns the key of the answers. `returning`: it was parked; prompt_tokens are all its tokens so
+        far, max_tokens those that may still come."""
         return self._send(
             pb.SessionRequest(
                 admit=pb.Admit(
@@ -123,6 +134,8 @@ class Session:
                     prompt_tokens=prompt_tokens,
                     max_tokens=max_tokens,
                     request_id=request_id,
+                    background=background,
+                    returning=returning,
                 )
             )
         )

@@ -27,7 +27,8 @@ _GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """`chunk_rows` is a multiple of 64; `model` is where tokenizer.json is, if there is one; `name` shows in refusals."""
+    """`chunk_rows` is a multiple of 64; `model` is where tokenizer.json is, if there is one; `name` shows in refusals; round
+    streams are reopened for `dead_after` seconds."""
 
     manager: str
     bind: str = "127.0.0.1:0"
@@ -37,6 +38,7 @@ class RouterSettings:
     take_over: bool = False
     max_waiting: int = 256
     name: str = ""
+    dead_after: float = 30.0
 
 
 class Router:
@@ -66,7 +68,7 @@ class Router:
         self._address = net.bind(self._server, settings.bind, "the router")
         name = settings.name or f"{socket.gethostname()}:{os.getpid()}"
         self._session = Session(settings.manager, settings.secret, name, settings.take_over)
-        self._group = Group(self._session, settings.chunk_rows, settings.max_waiting, self._on_ready)
+        self._group = Group(self._session, settings.chunk_rows, settings.max_waiting, settings.dead_after, self._on_ready)
         Handlers(self._group, self._texts, settings.model).register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self._server)

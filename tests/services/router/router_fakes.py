@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import numpy as np
 
 from latentpool import handshake, net
 from latentpool.client import Client
-from latentpool.geometry import share
+from latentpool.geometry import R_MAX, share
 from latentpool.v1 import plan_pb2, pool_manager_pb2, pool_manager_pb2_grpc, rank_worker_pb2, rank_worker_pb2_grpc
+from services.router.loop import RoundLoop
 from services.router.service import Router, RouterSettings
 
 CONFIG = Path(__file__).parents[2] / "data" / "oracle" / "tiny" / "config.json"
@@ -47,8 +49,9 @@ def reply(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class Lane:
-    def __init__(self, conversation: int) -> None:
+    def __init__(self, conversation: int, forgetful: bool) -> None:
         self.conversation = conversation
+        self.forgetful = forgetful
         self.pages: list[int] = []
         self.state = 0
         self.position = 0
@@ -57,7 +60,9 @@ class Lane:
 
 class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
     """One rank. `gate` holds rounds back while it is cleared; `corrupt` names a seq whose digests are wrong; `fail` ends the
-    stream with that message instead of answering."""
+    stream with that message instead of answering, and refuses others; `breaks` is the probability that the stream breaks at a
+    round, before or after it is executed; `pause` is how long a round takes; `forget` makes lanes that are bound again for
+    the same conversation sample otherwise. `ends` has the rows at its end of every conversation that was admitted."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
@@ -66,7 +71,15 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
         self.gate.set()
         self.corrupt = 0
         self.fail = ""
+        self.breaks = 0.0
+        self.broken = 0
+        self.pause = 0.0
+        self.forget = False
+        self.random = random.Random(rank)
+        self.ends: dict[int, int] = {}
         self.rounds: list[rank_worker_pb2.Round] = []
+        self.kept: dict[int, rank_worker_pb2.RoundResult] = {}
+        self.repeats = 0
         self.answered = 0
         self.binds: list[rank_worker_pb2.Bind] = []
         self.lanes: dict[int, Lane] = {}
@@ -85,24 +98,49 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
         if self.refuse_openings:
             self.refuse_openings -= 1
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no such term yet")
+        if self.fail:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.fail)
         assert (opening.term, opening.epoch, opening.key) == (3, 1, b"round key")
-        yield rank_worker_pb2.RoundsResponse(opened=rank_worker_pb2.RoundsOpened(last_seq=0))
+        yield rank_worker_pb2.RoundsResponse(opened=rank_worker_pb2.RoundsOpened(last_seq=len(self.rounds)))
         async for request in requests:
             round_ = request.round
-            if round_.seq != len(self.rounds) + 1:
-                self.violations.append(f"round {round_.seq} after {len(self.rounds)}")
-            self.rounds.append(round_)
             await self.gate.wait()
-            if self.fail:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, self.fail)
-            result = rank_worker_pb2.RoundResult(seq=round_.seq, compute_seconds=0.001)
-            for operation in round_.operations:
-                result.results.append(self.execute(operation))
-            if self.corrupt == round_.seq:
-                result.results[-1].digest ^= 1
-            self.reply_bytes = max(self.reply_bytes, result.ByteSize())
-            self.answered = round_.seq
+            await self.perhaps_break(context)
+            result = await self.take(round_)
+            await self.perhaps_break(context)
+            self.answered = max(self.answered, round_.seq)
             yield rank_worker_pb2.RoundsResponse(result=result)
+
+    async def perhaps_break(self, context: Any) -> None:
+        if self.fail:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.fail)
+        if self.random.random() < self.breaks:
+            self.broken += 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the network forgot this stream")
+
+    async def take(self, round_: rank_worker_pb2.Round) -> rank_worker_pb2.RoundResult:
+        """Executes a round once; a repeat is answered with what was kept."""
+        self.kept = {seq: result for seq, result in self.kept.items() if seq > round_.acknowledged_seq}
+        if round_.seq <= len(self.rounds):
+            self.repeats += 1
+            if round_ != self.rounds[round_.seq - 1]:
+                self.violations.append(f"round {round_.seq} is another one when it is sent again")
+            return self.kept[round_.seq]
+        if round_.seq != len(self.rounds) + 1:
+            self.violations.append(f"round {round_.seq} after {len(self.rounds)}")
+        if round_.seq - round_.acknowledged_seq > 2:
+            self.violations.append(f"round {round_.seq} while {round_.acknowledged_seq} is the last that is answered")
+        self.rounds.append(round_)
+        if self.pause:
+            await asyncio.sleep(self.pause)
+        result = rank_worker_pb2.RoundResult(seq=round_.seq, compute_seconds=0.001)
+        for operation in round_.operations:
+            result.results.append(self.execute(operation))
+        if self.corrupt == round_.seq:
+            result.results[-1].digest ^= 1
+        self.reply_bytes = max(self.reply_bytes, result.ByteSize())
+        self.kept[round_.seq] = result
+        return result
 
     # ---- execution --------------------------------------------------------------------------------------------
 
@@ -119,7 +157,10 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
     def _bind(self, op: Any, _result: Any) -> None:
         if op.lane in self.lanes:
             self.violations.append(f"lane {op.lane} bound twice")
-        self.lanes[op.lane] = Lane(op.conversation)
+        if op.conversation in {lane.conversation for lane in self.lanes.values()}:
+            self.violations.append(f"conversation {op.conversation} has two lanes")
+        again = any(bind.conversation == op.conversation for bind in self.binds)
+        self.lanes[op.lane] = Lane(op.conversation, forgetful=self.forget and again)
         self.binds.append(op)
 
     def _table(self, op: Any, _result: Any) -> None:
@@ -139,6 +180,8 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
         lane.position += len(tokens)
         if lane.position > len(lane.pages) * PAGE_ROWS:
             self.violations.append(f"row {lane.position - 1} has no page: {len(lane.pages)} are mapped")
+        if lane.position > self.ends[lane.conversation]:
+            self.violations.append(f"row {lane.position - 1} of a conversation that ends at {self.ends[lane.conversation]}")
         states = []
         for token in tokens:
             lane.state = fold(lane.state, [token])
@@ -153,30 +196,40 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
         following = [*op.tokens[1:], op.following if op.HasField("following") else -1]
         self._score(op.logits, states, following, result)
         if op.last:
-            self._sample([lane], result)
+            self._sample(lane, states[-1:], result)
+            if op.log_probs:
+                self._score(rank_worker_pb2.LOGITS_SCORES, states[-1:], [lane.last], result, op.log_probs - 1)
 
     def _decode(self, op: Any, result: Any) -> None:
         lanes = [self.lanes[lane] for lane in op.lanes]
-        if op.forced:
-            states, following = [], []
-            for i, lane in enumerate(lanes):
-                window = op.forced[i * op.rows : (i + 1) * op.rows]
-                states += self._run(lane, window)
-                following += [*window[1:], op.following[i] if op.following else -1]
-            self._score(op.logits, states, following, result)
-        else:
-            for lane in lanes:
-                assert lane.last is not None
-                self._run(lane, [lane.last])
-            self._sample(lanes, result)
+        if not 1 <= op.rows <= R_MAX or len(set(op.lanes)) != len(lanes):
+            self.violations.append(f"a window of {op.rows} rows for lanes {list(op.lanes)}")
+        states, following, sampled = [], [], []
+        for i, lane in enumerate(lanes):
+            window = list(op.forced[i * op.rows : (i + 1) * op.rows]) or [lane.last]
+            if not op.logits and window[0] != lane.last:
+                self.violations.append(f"lane {op.lanes[i]} is fed {window[0]} where it sampled {lane.last}")
+            mine = self._run(lane, window)
+            after = self._sample(lane, mine, result)
+            if not op.logits and window[1:] != after[:-1]:
+                self.violations.append(f"lane {op.lanes[i]} is fed {window} where it sampled {after}")
+            states, sampled = states + mine, sampled + after
+            following += [*window[1:], op.following[i] if op.following else -1]
+        self._score(op.logits, states, following, result)
+        if op.log_probs:
+            self._score(rank_worker_pb2.LOGITS_SCORES, states, sampled, result, op.log_probs - 1)
 
-    def _sample(self, lanes: Sequence[Lane], result: Any) -> None:
-        for lane in lanes:
-            lane.last = int(logits(lane.state).argmax())
-            if self.rank == 0:
-                result.tokens.append(lane.last)
+    def _sample(self, lane: Lane, states: Sequence[int], result: Any) -> list[int]:
+        """Tokens after rows; the last is the lane's last token."""
+        tokens = [int(logits(state).argmax()) for state in states]
+        if lane.forgetful and lane.position > 90:
+            tokens[-1] ^= 1
+        lane.last = tokens[-1]
+        if self.rank == 0:
+            result.tokens.extend(tokens)
+        return tokens
 
-    def _score(self, wanted: int, states: Sequence[int], following: Sequence[int], result: Any) -> None:
+    def _score(self, wanted: int, states: Sequence[int], following: Sequence[int], result: Any, top: int = 0) -> None:
         if not wanted:
             return
         start = self.columns.start
@@ -189,11 +242,15 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
         result.scores.next = np.array(after, dtype="<f4").tobytes()
         if wanted == rank_worker_pb2.LOGITS_RAW:
             result.scores.raw = mine.astype("<f4").tobytes()
+        if top:
+            order = np.argsort(-mine, axis=1, kind="stable")[:, :top]
+            result.scores.top_ids = (order + start).astype("<u4").tobytes()
+            result.scores.top_logits = np.take_along_axis(mine, order, axis=1).astype("<f4").tobytes()
 
 
 class FakeManager(pool_manager_pb2_grpc.PoolManagerServicer):
-    """Leases pages lowest first, fences them as it is told. `refuse` ends sessions in those words; `too_large` is the final
-    refusal of prompts above `largest` tokens."""
+    """Leases pages lowest first, fences them as it is told, and parks the youngest where pages run out. `refuse` ends sessions
+    in those words; `largest`: prompts above so many tokens are refused for good; `late` answers extensions so much later."""
 
     def __init__(self, workers: Sequence[FakeWorker], *, lanes: int, context: int, pages: int, secret: bytes) -> None:
         self.workers = workers
@@ -201,12 +258,20 @@ class FakeManager(pool_manager_pb2_grpc.PoolManagerServicer):
         self.lanes, self.context, self.total = lanes, context, pages
         self.refuse = ""
         self.largest = context
+        self.late = 0.0
         self.free = list(range(pages))
         self.leased: dict[int, list[int]] = {}
+        self.background: dict[int, bool] = {}
         self.fenced: list[tuple[int, list[int]]] = []
         self.waiting: list[tuple[int, Any]] = []
+        self.owed: dict[int, int] = {}
+        """Pages asked for and not granted: nobody is admitted with them."""
+        self.told: set[int] = set()
+        """To park, and not finished yet."""
+        self.parked: set[int] = set()
         self.answered = 0
         self.admits: list[Any] = []
+        self.admitted: list[int] = []
         self.finished: list[tuple[int, int]] = []
         self.mismatches: list[str] = []
         self.violations: list[str] = []
@@ -254,6 +319,8 @@ class FakeManager(pool_manager_pb2_grpc.PoolManagerServicer):
     async def _read(self, requests: AsyncIterator[Any]) -> None:
         async for request in requests:
             kind = request.WhichOneof("message")
+            if kind == "extend":
+                await asyncio.sleep(self.late)
             getattr(self, f"_{kind}")(request.key, getattr(request, kind))
         self.out.put_nowait(None)
 
@@ -265,19 +332,35 @@ class FakeManager(pool_manager_pb2_grpc.PoolManagerServicer):
             refused = pool_manager_pb2.Refused(final=True, reason=f"{admit.prompt_tokens} tokens are more than the pool's")
             self.out.put_nowait(pool_manager_pb2.SessionResponse(key=key, refused=refused))
             return
+        self._check_admit(admit)
         self.waiting.append((key, admit))
+        self.waiting.sort(key=lambda one: (one[1].background, not one[1].returning, one[1].conversation))
         self._serve()
-        if self.waiting:
-            refused = pool_manager_pb2.Refused(reason="all pages are leased", ahead=len(self.waiting) - 1)
+        if (key, admit) in self.waiting:
+            refused = pool_manager_pb2.Refused(reason="all pages are leased", ahead=self.waiting.index((key, admit)))
             self.out.put_nowait(pool_manager_pb2.SessionResponse(key=key, refused=refused))
+
+    def _check_admit(self, admit: Any) -> None:
+        name = admit.conversation
+        scores = admit.HasField("max_tokens") and admit.max_tokens == 0
+        end = admit.prompt_tokens + admit.max_tokens - (not scores) if admit.HasField("max_tokens") else self.context - 1
+        for worker in self.workers:
+            if worker.ends.setdefault(name, end) != end:
+                self.violations.append(f"conversation {name} ends at {end} rows when it returns, not at {worker.ends[name]}")
+        if admit.returning != (name in self.parked) or name in self.leased:
+            self.violations.append(f"conversation {name} returns: {admit.returning}, parked are {sorted(self.parked)}")
+        if admit.background != self.background.setdefault(name, admit.background):
+            self.violations.append(f"conversation {name} changed its class")
+        self.parked.discard(name)
 
     def _serve(self) -> None:
         while self.waiting:
             key, admit = self.waiting[0]
             need = -(-admit.prompt_tokens // PAGE_ROWS) + 1
-            if need > len(self.free):
+            if need > len(self.free) - sum(self.owed.values()):
                 return
             self.waiting.pop(0)
+            self.admitted.append(admit.conversation)
             pages = self.leased[admit.conversation] = self._take(need)
             answer = pool_manager_pb2.Admitted(owner=0, pages=pages, quota=need)
             self.out.put_nowait(pool_manager_pb2.SessionResponse(key=key, admitted=answer))
@@ -293,14 +376,35 @@ class FakeManager(pool_manager_pb2_grpc.PoolManagerServicer):
             if pages is None:
                 continue
             count = -(-need.rows // PAGE_ROWS) - len(pages)
-            taken = self._take(count) if count <= len(self.free) else self._take(1)
+            if count <= 0:
+                self.violations.append(f"conversation {need.conversation} has {len(pages)} pages and asks for {need.rows} rows")
+            taken = self._take(min(count, len(self.free)))
+            self.owed[need.conversation] = count - len(taken)
             grants.append(pool_manager_pb2.Grant(conversation=need.conversation, pages=taken, first_slot=len(pages)))
             pages += taken
-        self.out.put_nowait(pool_manager_pb2.SessionResponse(key=key, extended=pool_manager_pb2.Extended(grants=grants)))
+        extended = pool_manager_pb2.Extended(grants=grants, park=self._park())
+        self.out.put_nowait(pool_manager_pb2.SessionResponse(key=key, extended=extended))
+
+    def _park(self) -> list[int]:
+        """The youngest, until what is or will be free covers what is owed to the others; the last one stays."""
+        named: list[int] = []
+        while len(staying := [name for name in self.leased if name not in self.told]) > 1:
+            coming = len(self.free) + sum(len(pages) for _, pages in self.fenced) + sum(len(self.leased[c]) for c in self.told)
+            if coming >= sum(self.owed.values()):
+                break
+            name = min(staying, key=self.admitted[::-1].index)
+            self.owed.pop(name, None)
+            self.told.add(name)
+            named.append(name)
+        return named
 
     def _finish(self, key: int, finish: Any) -> None:
         self.waiting = [(k, admit) for k, admit in self.waiting if admit.conversation != finish.conversation]
         pages = self.leased.pop(finish.conversation, [])
+        self.owed.pop(finish.conversation, None)
+        if finish.conversation in self.told:
+            self.told.discard(finish.conversation)
+            self.parked.add(finish.conversation)
         self.finished.append((finish.conversation, finish.fence_seq))
         self.fenced.append((finish.fence_seq, pages))
         self._lift()
@@ -365,12 +469,23 @@ class Rig:
             for member in (self.manager, *self.workers):
                 await member.server.stop(0)
 
+    @property
+    def loop(self) -> RoundLoop:
+        loop = self.router._group._loop
+        assert loop is not None
+        return loop
+
     def violations(self) -> list[str]:
         return [text for member in (self.manager, *self.workers) for text in member.violations]
 
     def at_rest(self) -> bool:
         lanes = [lane for worker in self.workers for lane in worker.lanes]
-        return not lanes and not self.manager.leased and self.manager.free == list(range(self.manager.total))
+        return (
+            not lanes
+            and not self.manager.leased
+            and not self.manager.told
+            and self.manager.free == list(range(self.manager.total))
+        )
 
     def gates(self, open_: bool) -> None:
         for worker in self.workers:

@@ -59,7 +59,7 @@ async def test_a_client_that_goes_away_frees_everything(stage: str, how: str) ->
                 events.append(event)  # noqa: PERF401 - seen while it runs
 
         task = asyncio.create_task(consume())
-        book = rig.router._group._loop.book
+        book = rig.loop.book
         reached = {
             "waiting": lambda: any(isinstance(e, router_pb2.Waiting) for e in events),
             "waiting for pages": lambda: any(isinstance(e, router_pb2.Waiting) and "pages" in e.reason for e in events),
@@ -110,7 +110,7 @@ async def test_a_reader_that_stops_pauses_only_its_own_conversation(monkeypatch:
             request_serializer=router_pb2.GenerateRequest.SerializeToString,
             response_deserializer=router_pb2.GenerateResponse.FromString,
         )(router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(ids=PROMPT), sampling=Sampling(ignore_eos=True).to_proto()))
-        book = rig.router._group._loop.book
+        book = rig.loop.book
         await rig.until(lambda: any(c.mailbox.full for c in book.seated.values()), "its mailbox never fills", 15)
         (stuck,) = [c for c in book.seated.values() if c.mailbox.full]
         before = len(stuck.generated)
@@ -118,7 +118,8 @@ async def test_a_reader_that_stops_pauses_only_its_own_conversation(monkeypatch:
         await other
         assert chunks(said) == reply(PROMPT[:50], 40)
         assert len(stuck.generated) == before
-        assert stuck.mailbox.bytes <= 256 + delivery.TOKEN_BYTES
+        assert stuck.mailbox.bytes <= 256 + 2 * delivery.TOKEN_BYTES  # of the rounds that were in flight
+        assert rig.loop.counters.mailbox_stalls == 1
         got: list[int] = []
         while len(got) < before + 300:  # it reads again, and goes on where it was
             message = await call.read()
@@ -132,20 +133,6 @@ async def test_a_reader_that_stops_pauses_only_its_own_conversation(monkeypatch:
         await channel.close()
 
 
-async def test_the_youngest_makes_room_when_no_page_is_left() -> None:
-    async with Rig(1, lanes=2, context=1024, pages=12) as rig:
-        await rig.client.wait_ready(10)
-        old, old_events = start(rig, PROMPT, Sampling(max_tokens=600, ignore_eos=True))
-        await rig.until(lambda: chunks(old_events), "the first does not run")
-        young, _ = start(rig, PROMPT[:70], Sampling(max_tokens=600, ignore_eos=True))
-        with pytest.raises(
-            BusyError, match=r"no page is left for this conversation at \d+ tokens: 2 conversations hold all 12"
-        ):
-            await young
-        await old
-        assert chunks(old_events) == reply(PROMPT, 600)
-
-
 # ---- queues ---------------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +143,7 @@ async def test_conversations_queue_for_lanes_in_order() -> None:
         runs = []
         for i, prompt in enumerate(prompts):
             runs.append(start(rig, prompt, Sampling(max_tokens=30 + i, ignore_eos=True), request_id=f"r{i}"))
-            await rig.until(lambda i=i: len(rig.manager.admits) + len(rig.router._group._loop.book.queue) > i, "lost")
+            await rig.until(lambda i=i: len(rig.manager.admits) + len(rig.loop.book.queue) > i, "lost")
         await asyncio.gather(*(task for task, _ in runs))
         for i, (_, events) in enumerate(runs):
             assert chunks(events) == reply(prompts[i], 30 + i)
@@ -173,7 +160,7 @@ async def test_too_many_waiting_is_busy_and_says_when_to_retry() -> None:
         await rig.client.wait_ready(10)
         rig.gates(False)
         runs = [start(rig) for _ in range(3)]
-        await rig.until(lambda: len(rig.router._group._loop.book.queue) == 2, "not queued")
+        await rig.until(lambda: len(rig.loop.book.queue) == 2, "not queued")
         with pytest.raises(BusyError, match="2 conversations wait already, and --max-waiting is 2: try again later"):
             await anext(rig.client.generate(PROMPT, LONG))
         for task, _ in runs:
@@ -202,7 +189,7 @@ async def test_a_differing_digest_stops_tokens_and_is_reported() -> None:
         await rig.until(lambda: chunks(events), "no token")
         rig.gates(False)
         await rig.until(lambda: len({len(w.rounds) for w in rig.workers}) == 1, "rounds differ")
-        at = rig.workers[1].corrupt = len(rig.workers[1].rounds) + 1
+        at = rig.workers[1].corrupt = len(rig.workers[1].rounds) + 2  # beyond what is in flight
         rig.gates(True)
         words = rf"round {at}, operation 1 \(decode\): rank 1 computed other bits than ranks 0, 2"
         with pytest.raises(EpochError, match=words):
@@ -215,8 +202,8 @@ async def test_a_differing_digest_stops_tokens_and_is_reported() -> None:
         assert rig.manager.mismatches == [str(error)]
 
 
-async def test_a_broken_worker_stream_ends_all_streams_with_the_reason() -> None:
-    async with Rig(2, lanes=1) as rig:
+async def test_a_worker_stream_that_stays_broken_ends_all_streams_with_the_reason() -> None:
+    async with Rig(2, lanes=1, dead_after=0.3) as rig:
         await rig.client.wait_ready(10)
         running, events = start(rig)
         waiting, _ = start(rig)
@@ -228,6 +215,31 @@ async def test_a_broken_worker_stream_ends_all_streams_with_the_reason() -> None
         assert "the engine of rank 1 is gone" in str(await rig.router.ended())
         with pytest.raises(EpochError, match=r"does not serve now: .*the engine of rank 1 is gone"):
             await rig.client.get_model()
+
+
+async def test_a_worker_that_refuses_the_stream_ends_the_epoch_at_once() -> None:
+    async with Rig(2) as rig:
+        await rig.client.wait_ready(10)
+        task, events = start(rig)
+        await rig.until(lambda: chunks(events), "no token")
+        rig.workers[1].refuse_openings = 1
+        rig.workers[1].breaks = 1.0
+        with pytest.raises(EpochError, match=r"rank 1 at .* broke: no such term yet"):
+            await task
+        assert "no such term yet" in str(await rig.router.ended())
+
+
+async def test_the_manager_ends_an_epoch_whose_stream_is_broken() -> None:
+    async with Rig(2) as rig:
+        await rig.client.wait_ready(10)
+        task, events = start(rig)
+        await rig.until(lambda: chunks(events), "no token")
+        rig.workers[1].fail = "shutting down"
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        rig.manager.end("rank 1: its engine was killed")
+        with pytest.raises(EpochError, match="rank 1: its engine was killed"):
+            await task
 
 
 async def test_the_managers_reason_ends_all_streams() -> None:
@@ -303,6 +315,6 @@ async def test_stopping_is_not_lost_when_there_is_work_at_the_same_moment() -> N
     async with Rig(1) as rig:
         await rig.client.wait_ready(10)
         await asyncio.sleep(0.05)  # the loop rests
-        rig.router._group._loop.wake.set()
+        rig.loop.wake.set()
         async with asyncio.timeout(5):
             await rig.router.stop()

@@ -14,9 +14,11 @@ from latentpool.sampling import Sampling
 from latentpool.v1 import rank_worker_pb2 as pb
 from latentpool.v1 import router_pb2
 from services.router import digests
-from services.router.compose import Composer, Pace
+from services.router.compose import Composer
 from services.router.conversations import Book, Conversation, Phase, Scoring, Times
 from services.router.delivery import LIMIT_BYTES, Mailbox, Tokens
+from services.router.pace import Pace
+from services.router.score_rows import cut
 from services.router.text import Detokenizer
 
 # ---- text ---------------------------------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ def test_frees_come_first_and_prompts_share_the_rows_of_a_round() -> None:
     book, composer = Book(4), Composer(64, 256, 256)
     for lane, tokens in ((1, 100), (2, 300), (3, 50)):
         book.seated[lane] = conversation(lane, tokens, lane)
-    draft = composer.compose(book, [0])
+    draft = composer.compose(book, [conversation(9, 10, 0)])
     assert kinds(draft) == ["free", "bind", "table", "bind", "table", "bind", "table", "prompt", "prompt"]
     first, second = draft.operations[-2].prompt, draft.operations[-1].prompt
     assert (first.lane, len(first.tokens), first.last) == (1, 100, True)
@@ -169,11 +171,88 @@ def test_a_conversation_without_pages_sits_out() -> None:
     assert list(draft.operations[1].decode.lanes) == [0, 1]
 
 
+def test_a_reply_is_not_run_past_its_end() -> None:
+    book, composer = Book(1), Composer(64, 256, 2048)
+    c = book.seated[0] = conversation(0, 100, 0)
+    c.limit = 103
+    drafts = [composer.compose(book, []) for _ in range(5)]  # none is answered
+    assert [kinds(draft) for draft in drafts] == [["bind", "table", "prompt"], ["decode"], ["decode"], [], []]
+
+
+def test_replay_forces_known_tokens_in_windows_beside_those_who_decode() -> None:
+    book, composer = Book(3), Composer(64, 256, 2048)
+    replays, scores, decodes = conversation(1, 70, 0), conversation(2, 80, 1, Scoring(70, False)), conversation(3, 70, 2)
+    replays.generated = [11, 12, 13, 14, 15, 16, 17]
+    replays.lane = 0
+    replays.come_back()
+    replays.admit(0, list(range(9)), 0.0)
+    replays.lane = 0
+    for lane, c in enumerate((replays, scores, decodes)):
+        book.seated[lane] = c
+    composer.compose(book, [])
+    rounds = []
+    for _ in range(3):
+        draft = composer.compose(book, [])
+        rounds.append([(list(op.decode.lanes), op.decode.rows, list(op.decode.forced)) for op in draft.operations])
+    assert rounds == [
+        [([2], 1, []), ([0], 4, [11, 12, 13, 14]), ([1], 4, [70, 71, 72, 73])],
+        [([2], 1, []), ([0], 2, [15, 16]), ([1], 4, [74, 75, 76, 77])],
+        [([0, 2], 1, []), ([1], 2, [78, 79])],
+    ]
+
+
+def test_windows_alike_are_one_operation_and_log_probs_the_most_that_are_wanted() -> None:
+    book, composer = Book(8), Composer(64, 256, 2048)
+    for lane in range(4):
+        c = book.seated[lane] = conversation(lane, 70, lane)
+        c.sampling = Sampling(log_probs=(None, 0, 3, None)[lane])
+    for lane in range(4, 8):
+        book.seated[lane] = conversation(lane, 80, lane, Scoring(70, False))
+    composer.compose(book, [])
+    replies, scores = (op.decode for op in composer.compose(book, []).operations)
+    assert (list(replies.lanes), replies.log_probs) == ([0, 1, 2, 3], 4)
+    assert (list(scores.lanes), list(scores.following), len(scores.forced)) == ([4, 5, 6, 7], [74] * 4, 16)
+
+
+def test_the_foreground_fills_first() -> None:
+    book, composer = Book(3), Composer(64, 256, 128)
+    for lane, id_, background in ((0, 1, True), (1, 3, False), (2, 2, False)):
+        c = book.seated[lane] = conversation(id_, 64, lane)
+        c.background = background
+    draft = composer.compose(book, [])
+    assert [op.prompt.lane for op in draft.operations if op.HasField("prompt")] == [2, 1]
+
+
+def test_the_queue_serves_foreground_first_and_returning_ones_at_the_head_of_their_class() -> None:
+    book = Book(1)
+    for id_, background, parked in ((5, False, 0), (3, True, 0), (2, True, 1), (6, False, 0), (4, False, 1), (1, True, 0)):
+        c = conversation(id_, 10, -1)
+        c.background, c.parked = background, parked
+        book.enqueue(c)
+    assert [c.id for c in book.queue] == [4, 5, 6, 2, 1, 3]
+
+
 def test_chunks_shrink_to_the_gap_while_others_decode() -> None:
     pace = Pace(2048)
     assert pace.rows(others_decode=True) == 2048
-    pace.learn(2048, 2.048)
+    pace.learn(32, False, 2.048)
     assert pace.rows(others_decode=True) == 128  # 150 ms at 1 ms a row, whole blocks
+    pace.learn(0, True, 0.05)
+    assert pace.rows(others_decode=True) == 64  # decoding takes 50 ms of the gap
     assert pace.rows(others_decode=False) == 2048
-    pace.learn(64, 64.0)
+    pace.learn(1, True, 64.0)
     assert pace.rows(others_decode=True) == 64
+    for _ in range(200):
+        pace.learn(2, True, 0.05 + 0.0128)
+    assert pace.rows(others_decode=True) == 960  # 100 ms at 0.1 ms a row: the slow round is forgotten little by little
+
+
+def test_rows_are_cut_out_of_scores() -> None:
+    scores = pb.Scores(max=np.arange(6, dtype="<f4").tobytes(), sum=np.arange(6, dtype="<f8").tobytes(), raw=bytes(range(60)))
+    part = cut(scores, 2, 3, 6)
+    assert np.frombuffer(part.max, "<f4").tolist() == [2, 3, 4]
+    assert np.frombuffer(part.sum, "<f8").tolist() == [2, 3, 4]
+    assert part.raw == bytes(range(20, 50))
+    assert not part.best
+    with pytest.raises(EpochError, match=r"60 bytes of scores \(raw\), which are not 7 rows"):
+        cut(pb.Scores(raw=bytes(60)), 2, 3, 7)

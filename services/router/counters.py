@@ -1,0 +1,29 @@
+"""What the loop did, counted: tests prove with it that a mechanism happened, operators read it in the log at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """All start at zero with a term and only grow."""
+
+    rounds: int = 0
+    """Rounds sent."""
+    run_ahead_rounds: int = 0
+    """Of them, sent while the round before was not answered."""
+    resent_rounds: int = 0
+    """Rounds sent to a rank again, because its stream broke before the answer."""
+    prompt_rows: int = 0
+    """Rows answered on the prompt path, replayed ones included."""
+    decode_rows: int = 0
+    """Rows answered on the decode path, replayed and late ones included."""
+    late_stops: int = 0
+    """Replies that ended while rows past their end were under way."""
+    parked: int = 0
+    """Times a conversation gave its pages to others."""
+    replayed_tokens: int = 0
+    """Reply tokens sampled again after parking, and compared."""
+    mailbox_stalls: int = 0
+    """Times a conversation stopped because its client did not read."""
