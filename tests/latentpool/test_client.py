@@ -11,9 +11,10 @@ import pytest
 
 from latentpool import net
 from latentpool.client import AdminClient, Client
-from latentpool.errors import BusyError, EpochError, LatentPoolError, NotServedError, RequestError
+from latentpool.errors import BusyError, EpochError, LatentPoolError, NotServedError, ReplayError, RequestError
 from latentpool.sampling import Sampling
 from latentpool.v1 import plan_pb2, pool_admin_pb2, pool_admin_pb2_grpc, router_pb2, router_pb2_grpc
+from services.router.statuses import status
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -22,6 +23,7 @@ class Service(router_pb2_grpc.RouterServicer, pool_admin_pb2_grpc.PoolAdminServi
     code: grpc.StatusCode | None = None
     request: Any = None
     hang = False
+    error: LatentPoolError | None = None
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -30,6 +32,9 @@ class Service(router_pb2_grpc.RouterServicer, pool_admin_pb2_grpc.PoolAdminServi
         self.request = request
         yield router_pb2.GenerateResponse(waiting=router_pb2.Waiting(ahead=1))
         try:
+            if self.error:
+                refusal = status(self.error, retry_seconds=7)
+                await context.abort(refusal.code, refusal.details, refusal.trailing_metadata)
             if self.code:
                 await context.abort(self.code, "in these words")
             if self.hang:
@@ -87,7 +92,8 @@ async def test_events_come_typed_and_in_order(served: tuple[Service, str]) -> No
         (grpc.StatusCode.FAILED_PRECONDITION, NotServedError),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, BusyError),
         (grpc.StatusCode.UNAVAILABLE, EpochError),
-        (grpc.StatusCode.DATA_LOSS, LatentPoolError),
+        (grpc.StatusCode.DATA_LOSS, ReplayError),
+        (grpc.StatusCode.INTERNAL, LatentPoolError),
     ],
 )
 async def test_statuses_become_errors_with_their_words(served: tuple[Service, str], code: Any, kind: type) -> None:
@@ -99,6 +105,27 @@ async def test_statuses_become_errors_with_their_words(served: tuple[Service, st
         assert type(raised.value) is kind
         with pytest.raises(kind, match="in these words"):
             await client.get_model()
+
+
+async def test_refusals_keep_their_field_and_numbers(served: tuple[Service, str]) -> None:
+    service, address = served
+    async with Client(address) as client:
+        service.error = BusyError("full", waiting=3, max_waiting=3)
+        with pytest.raises(BusyError) as busy:
+            [_ async for _ in client.generate([1])]
+        assert busy.value.numbers == {"waiting": 3, "max_waiting": 3, "retry_seconds": 7.0}
+        service.error = NotServedError("too long", field="prompt", context=-1, share=0.5)
+        with pytest.raises(NotServedError) as never:
+            [_ async for _ in client.generate([1])]
+        assert (never.value.field, never.value.numbers) == ("prompt", {"context": -1, "share": 0.5})
+
+
+async def test_a_class_is_stated(served: tuple[Service, str]) -> None:
+    service, address = served
+    async with Client(address) as client:
+        for background, priority in ((False, router_pb2.PRIORITY_FOREGROUND), (True, router_pb2.PRIORITY_BACKGROUND)):
+            [_ async for _ in client.generate([1], background=background)]
+            assert service.request.priority == priority
 
 
 async def test_leaving_the_iterator_cancels_the_call(served: tuple[Service, str]) -> None:

@@ -14,15 +14,24 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from router_fakes import Rig, reply
+from router_fakes import CONFIG, Rig, reply
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+import latentpool
 from latentpool.errors import CheckpointError, ConfigError, NotServedError, RequestError
+from latentpool.geometry import Geometry
+from latentpool.receipts import receipt
 from latentpool.sampling import Sampling
 from latentpool.v1 import router_pb2
+from services.router.requests import Limits, read_generate
 from services.router.service import Router, RouterSettings
+from services.router.statuses import status
+from services.router.text import Texts
 
 pytestmark = pytest.mark.timeout(30)
+
+BUNDLED = Path(latentpool.__file__).parent / "checkpoints" / "demo"
+GEOMETRY = Geometry.from_config(json.loads(CONFIG.read_text()))
 
 
 def byte_tokenizer(directory: Path) -> Path:
@@ -49,6 +58,16 @@ def byte_tokenizer(directory: Path) -> Path:
         ([1], Sampling(temperature=float("nan")), RequestError, "temperature = nan: a finite number"),
         ([1], Sampling(top_k=1025), RequestError, "top_k = 1025: 0 (all) to 1024"),
         ([1], Sampling(max_tokens=0), RequestError, "max_tokens = 0: at least 1; leave it out for as many as fit"),
+        ([1], Sampling(top_p=0.0), RequestError, "top_p = 0.0: above 0 and at most 1 (all)"),
+        ([1], Sampling(min_p=float("inf")), RequestError, "min_p = inf: 0 (all) to 1"),
+        ([1], Sampling(log_probs=21), RequestError, "log_probs = 21: 0 to 20 likeliest tokens; leave it out for none"),
+        ([1], Sampling(stop=("x",) * 17), RequestError, "stop = 17 strings: at most 16"),
+        (
+            [1],
+            Sampling(stop=("x",)),
+            RequestError,
+            "stop: this checkpoint is served without a tokenizer (no tokenizer.json), so a reply has no text",
+        ),
         ([1], Sampling(stop_token_ids=(3, 256)), RequestError, "stop_token_ids = 256: ids of this model are 0 to 255"),
         (
             [1] * 1000,
@@ -149,6 +168,62 @@ async def test_statuses_carry_details_for_programs() -> None:
         await running.aclose()
 
 
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (router_pb2.GenerateRequest(sampling=Sampling(top_p=2.0).to_proto()), "sampling.top_p"),
+        (router_pb2.GenerateRequest(sampling=Sampling(min_p=-0.1).to_proto()), "sampling.min_p"),
+        (router_pb2.GenerateRequest(sampling=Sampling(log_probs=99).to_proto()), "sampling.log_probs"),
+        (router_pb2.GenerateRequest(sampling=Sampling(stop=("a", "")).to_proto()), "sampling.stop[1]"),
+        (router_pb2.GenerateRequest(sampling=Sampling(stop=("é" * 129,)).to_proto()), "sampling.stop[0]"),
+        (router_pb2.GenerateRequest(sampling=Sampling(stop=("a",)).to_proto()), "sampling.stop"),  # no tokenizer
+        (router_pb2.GenerateRequest(priority=7), "priority"),
+        (router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(ids=[1 << 20])), "token_ids.ids"),
+    ],
+)
+async def test_a_refusal_names_the_field(request_: router_pb2.GenerateRequest, field: str) -> None:
+    limits = Limits(1000, GEOMETRY)
+    with pytest.raises(RequestError) as raised:
+        await read_generate(request_, limits, Texts(None))
+    assert raised.value.field == field
+    found = {}
+    for packed in rpc_status.from_call(_Ended(status(raised.value))).details:
+        for kind in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest):
+            if packed.Unpack(message := kind()):
+                found[kind] = message
+    assert found[error_details_pb2.BadRequest].field_violations[0].field == field
+    assert found[error_details_pb2.ErrorInfo].reason == "BAD_REQUEST"
+
+
+class _Ended:
+    """A call that ended with a status."""
+
+    def __init__(self, ended: grpc.Status) -> None:
+        self.code, self.details = lambda: ended.code, lambda: ended.details
+        self.trailing_metadata = lambda: ended.trailing_metadata
+
+
+@pytest.mark.parametrize(
+    ("priority", "background"),
+    [(router_pb2.PRIORITY_UNSPECIFIED, False), (router_pb2.PRIORITY_FOREGROUND, False), (router_pb2.PRIORITY_BACKGROUND, True)],
+)
+async def test_what_is_accepted_says_all_that_the_loop_needs(priority: int, background: bool) -> None:
+    texts = Texts(BUNDLED)
+    try:
+        ids = router_pb2.TokenIds(ids=[1, 2])
+        asked = Sampling(top_p=0.5, min_p=0.25, log_probs=0, stop=("bc", "é"))
+        request = router_pb2.GenerateRequest(token_ids=ids, priority=priority, sampling=asked.to_proto())
+        accepted = await read_generate(request, Limits(1000, GEOMETRY), texts)
+        assert (accepted.background, accepted.sampling) == (background, asked)
+        assert [accepted.stop_finder.push(token) for token in "abé".encode()] == [None, None, None, "é"]
+        request.sampling.ClearField("stop")
+        accepted = await read_generate(request, Limits(1000, GEOMETRY), texts)
+        assert accepted.stop_finder is None
+        assert not accepted.stops
+    finally:
+        texts.close()
+
+
 # ---- text -------------------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +242,40 @@ async def test_text_goes_in_and_comes_out(tmp_path: Path) -> None:
         assert "".join(c.text for c in chunks) == tokenizer.decode(said)
 
 
+@pytest.mark.parametrize("chars", [1, 2, 3])
+async def test_a_stop_string_ends_the_reply_and_is_not_told(tmp_path: Path, chars: int) -> None:
+    async with Rig(2, model=byte_tokenizer(tmp_path / "small")) as rig:
+        await rig.client.wait_ready(10)
+        prompt = list(range(40))
+        said = reply(prompt, 120)
+        tokenizer = Tokenizer.from_file(str(tmp_path / "small" / "tokenizer.json"))
+        whole = tokenizer.decode(said)
+        readable = [i for i in range(20, len(whole) - chars) if "\ufffd" not in whole[i : i + chars]]
+        stop = whole[readable[0] : readable[0] + chars]
+        until = next(n for n in range(1, 121) if stop in tokenizer.decode(said[:n]))
+        sampling = Sampling(stop=("no such text", stop), ignore_eos=True)
+        events = [e async for e in rig.client.generate(prompt, sampling)]
+        chunks = [e for e in events if isinstance(e, router_pb2.Chunk)]
+        assert [t for c in chunks for t in c.token_ids] == said[:until]
+        assert "".join(c.text for c in chunks) == whole[: whole.index(stop)]
+        completion = events[-1]
+        assert (completion.finish_reason, completion.stop) == (router_pb2.FINISH_REASON_STOP, stop)
+        assert completion.usage.generated_tokens == until
+        assert completion.receipt.sha256 == receipt(prompt, said[:until])
+
+
+async def test_text_held_back_is_told_at_the_end(tmp_path: Path) -> None:
+    async with Rig(1, model=byte_tokenizer(tmp_path / "small")) as rig:
+        await rig.client.wait_ready(10)
+        said = reply(list(range(40)), 60)
+        tokenizer = Tokenizer.from_file(str(tmp_path / "small" / "tokenizer.json"))
+        whole = tokenizer.decode(said)
+        stop = whole[-3:].replace("\ufffd", "") + "\x00 never"
+        events = [e async for e in rig.client.generate(list(range(40)), Sampling(stop=(stop,), max_tokens=60, ignore_eos=True))]
+        assert "".join(e.text for e in events if isinstance(e, router_pb2.Chunk)) == whole
+        assert (events[-1].finish_reason, events[-1].stop) == (router_pb2.FINISH_REASON_LENGTH, "")
+
+
 async def test_a_stop_token_is_counted_and_signed_but_not_said(tmp_path: Path) -> None:
     async with Rig(1, model=byte_tokenizer(tmp_path / "small")) as rig:
         await rig.client.wait_ready(10)
@@ -182,8 +291,6 @@ async def test_a_stop_token_is_counted_and_signed_but_not_said(tmp_path: Path) -
         assert "".join(c.text for c in chunks) == tokenizer.decode(said[: until - 1])
         assert events[-1].finish_reason == router_pb2.FINISH_REASON_STOP
         assert events[-1].usage.generated_tokens == until
-        from latentpool.receipts import receipt
-
         assert events[-1].receipt.sha256 == receipt(prompt, said[:until])
 
 
@@ -220,14 +327,15 @@ async def test_an_unstated_length_ends_at_the_context_and_pages_follow() -> None
 async def test_sampling_reaches_the_workers_and_a_seed_is_drawn_and_reported() -> None:
     async with Rig(2) as rig:
         await rig.client.wait_ready(10)
-        stated = Sampling(temperature=0.7, top_k=12, seed=2**64 - 1, max_tokens=1)
+        stated = Sampling(temperature=0.7, top_k=12, top_p=0.5, min_p=0.25, seed=2**64 - 1, max_tokens=1)
         events = [e async for e in rig.client.generate([1, 2], stated)]
         assert events[-1].seed == 2**64 - 1
         drawn = [[e async for e in rig.client.generate([1, 2], Sampling(max_tokens=1))][-1].seed for _ in range(2)]
         assert drawn[0] != drawn[1]
         for worker in rig.workers:
             bind = worker.binds[0]
-            assert (bind.temperature, bind.top_k, bind.seed) == (0.7, 12, 2**64 - 1)
+            assert (bind.temperature, bind.top_k, bind.top_p, bind.min_p, bind.seed) == (0.7, 12, 0.5, 0.25, 2**64 - 1)
+            assert (worker.binds[1].top_p, worker.binds[1].min_p) == (1.0, 0.0)
             assert [b.seed for b in worker.binds[1:]] == drawn
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from router_fakes import VOCAB, Rig, fold, logits
 
 from latentpool.errors import EpochError
+from latentpool.geometry import shares
 from latentpool.receipts import receipt
 from latentpool.v1 import rank_worker_pb2 as pb
 from latentpool.v1 import router_pb2
@@ -103,3 +106,91 @@ def test_parts_of_the_wrong_shape_name_the_rank() -> None:
     parts[1] = _part(row[:, 3:], 3, 4)
     with pytest.raises(EpochError, match="rank 0 sent 0 bytes of logits: 1 rows of 3 float32 expected"):
         list(scores.assemble(parts, 1, 0, [4], 6, raw=True))
+
+
+# ---- sampled tokens -------------------------------------------------------------------------------------------------
+
+
+def _sampled_parts(values: np.ndarray, world: int, tokens: list[int], width: int) -> list[pb.Scores]:
+    """What the ranks send by the proto's words: columns cut among them, `width` likeliest of each, padded."""
+    parts, start = [], 0
+    for columns in shares(values.shape[1], world):
+        mine = values[:, start : start + columns]
+        order = np.argsort(-mine, axis=1, kind="stable")[:, :width]
+        ids = np.full((len(values), width), 2**32 - 1, np.uint32)
+        logits = np.full((len(values), width), -np.inf, np.float32)
+        ids[:, : order.shape[1]] = order + start
+        logits[:, : order.shape[1]] = np.take_along_axis(mine, order, axis=1)
+        inside = [start <= token < start + columns for token in tokens]
+        after = [row[t - start] if here else np.nan for row, t, here in zip(mine, tokens, inside, strict=True)]
+        largest = mine.max(axis=1)
+        parts.append(
+            pb.Scores(
+                max=largest.astype("<f4").tobytes(),
+                sum=np.exp(mine.astype(np.float64) - largest[:, None]).sum(axis=1).astype("<f8").tobytes(),
+                best=(mine.argmax(axis=1) + start).astype("<u4").tobytes(),
+                next=np.array(after, "<f4").tobytes(),
+                top_ids=ids.astype("<u4").tobytes(),
+                top_logits=logits.astype("<f4").tobytes(),
+            )
+        )
+        start += columns
+    return parts
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_sampled_tokens_are_scored_as_by_whole_rows(data: st.DataObject) -> None:
+    world, rows = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 5))
+    vocab = data.draw(st.integers(world, 60))
+    top = data.draw(st.integers(0, 20))
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    scale = data.draw(st.sampled_from([0.01, 3.0, 300.0]))
+    values = (random.standard_normal((rows, vocab)) * scale).astype(np.float32)
+    if data.draw(st.booleans()):
+        values = np.round(values)  # ties, among ranks too
+    tokens = random.integers(0, vocab, rows).tolist()
+    got = scores.sampled(_sampled_parts(values, world, tokens, top + data.draw(st.integers(0, 3))), tokens, top)
+
+    wide = values.astype(np.float64)
+    shifted = wide - wide.max(axis=1, keepdims=True)
+    log_softmax = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    assert len(got) == rows
+    for row, entry in enumerate(got):
+        np.testing.assert_allclose(entry.log_prob, log_softmax[row, tokens[row]], rtol=1e-13, atol=1e-12)
+        order = sorted(range(vocab), key=lambda i: (-values[row, i], i))[:top]
+        assert list(entry.top_ids) == order
+        np.testing.assert_allclose(entry.top_log_probs, log_softmax[row, order], rtol=1e-13, atol=1e-12)
+        if tokens[row] in order:
+            assert entry.top_log_probs[order.index(tokens[row])] == entry.log_prob  # the same bits
+
+
+def test_the_order_of_ranks_is_the_order_of_the_sum() -> None:
+    """Sums that differ by their order in float64: rank order is the one that counts."""
+    largest, sums = np.float32(0), [1.0, 1e-16, 1e-16]
+    parts = [
+        pb.Scores(
+            max=largest.tobytes(),
+            sum=np.array([s], "<f8").tobytes(),
+            next=np.array([0.0 if rank == 0 else np.nan], "<f4").tobytes(),
+        )
+        for rank, s in enumerate(sums)
+    ]
+    assert scores.sampled(parts, [0], 0)[0].log_prob == 0.0
+    assert scores.sampled(parts[::-1], [0], 0)[0].log_prob == -np.log(np.float64(1e-16 + 1e-16) + 1.0) != 0.0
+
+
+def test_sampled_parts_of_the_wrong_shape_name_the_rank() -> None:
+    values = np.zeros((2, 6), np.float32)
+    parts = _sampled_parts(values, 2, [1, 4], 2)
+    with pytest.raises(
+        EpochError, match="rank 0 sent 16 bytes of likeliest ids and 16 of their logits for 2 rows: 3 of 4 bytes"
+    ):
+        scores.sampled(parts, [1, 4], 3)
+    parts[1].top_logits = b""
+    with pytest.raises(EpochError, match="rank 1 sent 16 bytes of likeliest ids and 0 of their logits"):
+        scores.sampled(parts, [1, 4], 1)
+    parts = _sampled_parts(values, 2, [1, 4], 2)
+    parts[1].next = np.array([np.nan, np.nan], "<f4").tobytes()
+    with pytest.raises(EpochError, match="no rank scored token 4, which was sampled"):
+        scores.sampled(parts, [1, 4], 1)

@@ -26,7 +26,7 @@ def tokens(text: str | bytes) -> list[int]:
 
 
 def naive(ids: list[int], stops: list[str]) -> tuple[int, str, str]:
-    """By definition, from whole texts: how many tokens make the reply, the stop string that ends it (or "") and what is told."""
+    """By definition, from whole texts: how many tokens make the reply, the stop string (or ""), what is told."""
     for count in range(1, len(ids) + 1):
         text = TOKENIZER.decode(ids[:count]).removesuffix(HOLE)  # bytes at the end may still become a character
         found = sorted((text.index(stop), -len(stop), stop) for stop in stops if stop in text)
