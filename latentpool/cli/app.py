@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from latentpool.cli import demo, plan, pool, services, talk, up, verify
+from latentpool.cli import bench, demo, plan, pool, services, talk, up, verify
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,4 +46,5 @@ app.command("plan", rich_help_panel=_LOOK)(plan.plan)
 app.command("pages", rich_help_panel=_LOOK)(pool.pages)
 app.command("conversations", rich_help_panel=_LOOK)(pool.conversations)
 app.command("ranks", rich_help_panel=_LOOK)(pool.ranks)
+app.command("bench", rich_help_panel=_LOOK)(bench.bench)
 app.command("verify", rich_help_panel=_LOOK)(verify.verify)

@@ -12,7 +12,7 @@ from latentpool.errors import ConfigError
 from latentpool.v1 import pool_admin_pb2 as pb
 
 RUN = ("demo", "up", "router", "pool-manager", "rank-worker")
-COMMANDS = (*RUN, "generate", "score", "plan", "pages", "conversations", "ranks", "verify")
+COMMANDS = (*RUN, "generate", "score", "plan", "pages", "conversations", "ranks", "bench", "verify")
 
 
 @pytest.fixture(autouse=True)
