@@ -5,11 +5,12 @@ Source: design section 5. The same calls give the same ids everywhere, so nothin
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import chain
+
+from services.pool_manager.free_ids import FreeIds
 
 
 class Kind(Enum):
@@ -29,9 +30,10 @@ class Books:
             raise ValueError(f"{pages} ids do not divide over {residues} residues")
         self.pages = pages
         self.residues = residues
-        self._free = [list(range(residue, pages, residues)) for residue in range(residues)]
+        self._free = [FreeIds(residue, residues, pages // residues) for residue in range(residues)]
         self._holders = [0] * pages
         self._fenced: dict[int, list[int]] = {}  # fence -> ids, in the order given back
+        self._fenced_of = [0] * residues
         self._answered = 0
 
     # ---- asking: changes nothing -------------------------------------------------------------------------------
@@ -40,11 +42,13 @@ class Books:
         """Ids that `take` could give now."""
         return len(self._free[residue])
 
+    def fenced(self, residue: int) -> int:
+        """Ids that wait for an answer."""
+        return self._fenced_of[residue]
+
     def can_take_run(self, first: int, count: int) -> bool:
         """Whether all of first..first+count-1 are free (one residue only)."""
-        free = self._free[0]
-        at = bisect_left(free, first)
-        return at + count <= len(free) and free[at] == first and free[at + count - 1] == first + count - 1
+        return self._free[0].has_run(first, count)
 
     def kinds(self) -> list[Kind]:
         """The kind of every id, by id."""
@@ -54,20 +58,13 @@ class Books:
                 kinds[page] = Kind.FENCED
         return kinds
 
-    @property
-    def fenced(self) -> int:
-        """Ids that wait for an answer."""
-        return sum(map(len, self._fenced.values()))
-
     # ---- acting ------------------------------------------------------------------------------------------------
 
     def take(self, residue: int, count: int) -> list[int]:
         """Leases the `count` lowest free ids of a residue to one holder. Ask `free` first: raises ValueError."""
-        free = self._free[residue]
-        if count > len(free):
-            raise ValueError(f"{count} ids asked of residue {residue}, which has {len(free)} free")
-        ids = free[:count]
-        del free[:count]
+        if count > self.free(residue):
+            raise ValueError(f"{count} ids asked of residue {residue}, which has {self.free(residue)} free")
+        ids = self._free[residue].take(count)
         self._hold(ids)
         return ids
 
@@ -75,9 +72,7 @@ class Books:
         """Leases first..first+count-1 to one holder. Ask `can_take_run` first: raises ValueError."""
         if not self.can_take_run(first, count):
             raise ValueError(f"ids {first}..{first + count - 1} are not all free")
-        at = bisect_left(self._free[0], first)
-        ids = self._free[0][at : at + count]
-        del self._free[0][at : at + count]
+        ids = self._free[0].take_run(first, count)
         self._hold(ids)
         return ids
 
@@ -95,19 +90,30 @@ class Books:
             self._release(unheld)
         elif unheld:
             self._fenced.setdefault(fence, []).extend(unheld)
+            self._count_fenced(unheld, 1)
 
     def answered(self, seq: int) -> None:
         """All rounds up to `seq` are answered by every rank: what they touched may be written anew. Repeats and lower
         values change nothing."""
         self._answered = max(self._answered, seq)
         for fence in [fence for fence in self._fenced if fence <= self._answered]:
-            self._release(self._fenced.pop(fence))
+            ids = self._fenced.pop(fence)
+            self._count_fenced(ids, -1)
+            self._release(ids)
 
     def _release(self, ids: Sequence[int]) -> None:
-        for residue in {page % self.residues for page in ids}:
-            free = self._free[residue]
-            free += [page for page in ids if page % self.residues == residue]
-            free.sort()  # two ascending runs: one merge, where inserting one by one would move the list for each
+        for residue, part in self._by_residue(ids):
+            self._free[residue].put(part)
+
+    def _count_fenced(self, ids: Sequence[int], sign: int) -> None:
+        for residue, part in self._by_residue(ids):
+            self._fenced_of[residue] += sign * len(part)
+
+    def _by_residue(self, ids: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
+        if self.residues == 1:
+            return [(0, ids)]
+        residues = {page % self.residues for page in ids}
+        return [(residue, [page for page in ids if page % self.residues == residue]) for residue in residues]
 
     def _hold(self, ids: Sequence[int]) -> None:
         for page in ids:
@@ -116,16 +122,20 @@ class Books:
     # ---- proof -------------------------------------------------------------------------------------------------
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> list[str]:
-        """What is wrong, [] if nothing: every id is in exactly one place, free ids are of their residue in ascending
-        order, fences are ahead of what is answered, and the holders counted here are those of `held` (the ids of each
-        lease)."""
+        """What is wrong, [] if nothing: every id is in exactly one place, free ids ascend, counts are right, fences are
+        ahead of what is answered, and the holders counted here are those of `held` (the ids of each lease)."""
         violations: list[str] = []
+        fenced = Counter(page % self.residues for ids in self._fenced.values() for page in ids)
         leases = Counter(page for ids in held for page in ids)
-        for residue, free in enumerate(self._free):
+        for residue, free in enumerate(map(list, self._free)):
+            if fenced[residue] != self._fenced_of[residue]:
+                violations.append(
+                    f"residue {residue} counts {self._fenced_of[residue]} ids that wait for an answer, and {fenced[residue]} do"
+                )
+            if len(free) != self.free(residue):
+                violations.append(f"residue {residue} counts {self.free(residue)} free ids, and {len(free)} are")
             if free != sorted(set(free)):
                 violations.append(f"free ids of residue {residue} are not in ascending order")
-            if not set(range(residue, self.pages, self.residues)).issuperset(free):
-                violations.append(f"residue {residue} has another residue's ids")
         for fence, ids in self._fenced.items():
             if fence <= self._answered:
                 violations.append(f"{len(ids)} ids wait for round {fence}, but round {self._answered} is answered")

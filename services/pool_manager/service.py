@@ -212,6 +212,8 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
         while True:
             await asyncio.sleep(min(0.5, self._settings.dead_after / 4, self._settings.join_timeout / 4))
             self._group.tick(loop.time())
+            if self._router is not None and self._router.session is not None:
+                self._router.session.prove()
 
     # ---- workers -------------------------------------------------------------------------------------------------
 

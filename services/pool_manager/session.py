@@ -39,13 +39,14 @@ class Session:
     on_mismatch: Callable[[DigestMismatchError], None]
     _answers: OrderedDict[int, pb.SessionResponse] = field(default_factory=OrderedDict)
     _keys: dict[int, int] = field(default_factory=dict)  # waiting conversation -> key of its Admit
+    _unproven: bool = False
 
     def take(self, message: pb.SessionRequest) -> None:
         """Carries out one request and answers it. Raises ValueError for what no router should send."""
         match message.WhichOneof("message"):
             case "answered":
                 self.leases.answered(message.answered.seq)
-                self._pages_came_free()
+                self._admit_waiting()
             case "mismatch":
                 self.on_mismatch(DigestMismatchError(message.mismatch.message))
             case _ if message.key in self._answers:
@@ -54,14 +55,30 @@ class Session:
                 self._admit(message.key, message.admit)
             case "extend":
                 self._answer(message.key, extended=self._extend(message.extend))
+                self._admit_waiting()
             case "finish":
                 self._finish(message.key, message.finish)
             case other:
                 raise ValueError(f"a session has no {other} message after its first")
 
+    def prove(self) -> None:
+        """Checks the books once after each busy time, while idle. A check reads every page, so no request waits for it."""
+        if self._unproven and self.leases.idle:
+            self._unproven = False
+            for violation in self.leases.check_integrity():
+                log.error("books are not whole", violation=violation)
+
     def _admit(self, key: int, admit: pb.Admit) -> None:
         limit = admit.max_tokens if admit.HasField("max_tokens") else None
-        request = Request(admit.conversation, admit.lane, admit.prompt_tokens, limit, admit.request_id)
+        request = Request(
+            conversation=admit.conversation,
+            lane=admit.lane,
+            prompt_tokens=admit.prompt_tokens,
+            max_tokens=limit,
+            request_id=admit.request_id,
+            background=admit.background,
+            returning=admit.returning,
+        )
         try:
             answer = self.leases.admit(request)
         except ValueError as error:
@@ -83,25 +100,27 @@ class Session:
         self._answer(key, admitted=pb.Admitted(owner=lease.owner, pages=lease.pages, quota=lease.quota))
 
     def _extend(self, extend: pb.Extend) -> pb.Extended:
-        grants = []
-        for need in extend.needs:
-            first, pages = self.leases.extend(need.conversation, need.rows)
-            grants.append(pb.Grant(conversation=need.conversation, first_slot=first, pages=pages))
-        return pb.Extended(grants=grants)
+        extension = self.leases.extend([(need.conversation, need.rows) for need in extend.needs])
+        for name in extension.park:
+            lease = self.leases.running[name]
+            log.info("conversation must park", conversation=name, owner=lease.owner, pages=len(lease.pages))
+        grants = [
+            pb.Grant(conversation=grant.conversation, first_slot=grant.first_slot, pages=grant.pages)
+            for grant in extension.grants
+        ]
+        return pb.Extended(grants=grants, park=extension.park)
 
     def _finish(self, key: int, finish: pb.Finish) -> None:
         self._keys.pop(finish.conversation, None)
         pages = self.leases.finish(finish.conversation, finish.fence_seq)
+        self._unproven = True
         log.info("conversation finished", conversation=finish.conversation, pages=pages)
         self._answer(key, finished=pb.Finished(pages=pages))
-        self._pages_came_free()
+        self._admit_waiting()
 
-    def _pages_came_free(self) -> None:
+    def _admit_waiting(self) -> None:
         for lease in self.leases.admit_waiting():
             self._admitted(self._keys.pop(lease.request.conversation), lease)
-        if self.leases.idle:
-            for violation in self.leases.check_integrity():
-                log.error("books are not whole", violation=violation)
 
     def _answer(
         self,

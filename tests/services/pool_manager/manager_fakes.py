@@ -133,12 +133,12 @@ class Router(Peer):
         assert answer.key == key
         return answer  # type: ignore[no-any-return]
 
-    async def admit(self, conversation: int, lane: int, prompt: int, most: int | None = None) -> pb.SessionResponse:
-        return await self.ask(
-            admit=pb.Admit(
-                conversation=conversation, lane=lane, prompt_tokens=prompt, max_tokens=most, request_id=f"q{conversation}"
-            )
-        )
+    async def admit(
+        self, conversation: int, lane: int, prompt: int, most: int | None = None, **more: bool
+    ) -> pb.SessionResponse:
+        name = f"q{conversation}"
+        admit = pb.Admit(conversation=conversation, lane=lane, prompt_tokens=prompt, max_tokens=most, request_id=name, **more)
+        return await self.ask(admit=admit)
 
     async def finish(self, conversation: int, fence: int = 0) -> pb.SessionResponse:
         return await self.ask(finish=pb.Finish(conversation=conversation, fence_seq=fence))

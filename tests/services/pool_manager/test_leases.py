@@ -91,8 +91,12 @@ def test_integrity_names_what_is_wrong() -> None:
     assert "ids [77] are not of this arena of 6 pages" in books.check_integrity([ids, [77]])
     books.give_back(ids, fence=4)
     assert books.kinds() == [Kind.FREE, Kind.FENCED, Kind.FREE, Kind.FENCED, Kind.FREE, Kind.FREE]
-    books._free[0].append(1)
-    found = books.check_integrity([])
-    assert "residue 0 has another residue's ids" in found
-    assert "free ids of residue 0 are not in ascending order" in found
-    assert "id 1 is in 2 free or fenced sets with 0 holders" in found
+    books._free[1].put([1])
+    assert books.check_integrity([]) == ["id 1 is in 2 free or fenced sets with 0 holders"]
+    books._free[1].take(1)
+    books._free[0]._count += 1
+    books._fenced_of[1] -= 1
+    assert books.check_integrity([]) == [
+        "residue 0 counts 4 free ids, and 3 are",
+        "residue 1 counts 1 ids that wait for an answer, and 2 do",
+    ]

@@ -1,0 +1,218 @@
+"""A router that obeys: everything it is asked to serve finishes, whatever outgrows its quota, with rounds in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_leases_machine import AdmitsIntoWhatIsOwed, ParksTheOldest, small_plan
+
+from services.pool_manager.leases import Lease, Leases, Refusal, Request
+from services.pool_manager.plan import Plan
+
+ROWS = 64
+STEP = 16
+"""Tokens of a conversation a round."""
+AHEAD = 32
+
+
+class StuckError(AssertionError):
+    pass
+
+
+@dataclass(slots=True)
+class Talk:
+    name: int
+    prompt: int
+    reply: int
+    background: bool
+    tokens: int = 0
+    lane: int = -1
+    pages: list[int] = field(default_factory=list)
+    admitted: bool = False
+    returning: bool = False
+    parked: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.reply
+
+
+class ObedientRouter:
+    """Two rounds in flight. Parks when told, in the next round, and brings the parked back at the head of their class."""
+
+    def __init__(self, leases: Sequence[Leases], talks: Sequence[Talk]) -> None:
+        self.leases = leases
+        self.queue = list(talks)
+        self.free_lanes = list(range(leases[0].plan.lanes))
+        self.seated: dict[int, Talk] = {}
+        self.rounds: deque[tuple[int, list[int]]] = deque()
+        self.sent = 0
+        self.finished: list[int] = []
+        self.leaving: list[Talk] = []
+
+    def run(self) -> None:
+        enough = 100 + 4 * sum(talk.total for talk in self.queue) // STEP
+        while self.queue or self.seated or self.rounds:
+            if self.sent > enough:
+                raise StuckError(f"{len(self.finished)} finished in {self.sent} rounds: they park one another for ever")
+            self.seat()
+            self.extend()
+            moved = self.send()
+            if len(self.rounds) == 2 or (self.rounds and not moved):
+                self.answer()
+            elif not moved:
+                raise StuckError(f"{len(self.seated)} seated, {len(self.queue)} queued, nothing moves")
+
+    def seat(self) -> None:
+        """The queue's own order, by class; the parked by age at its head."""
+        self.queue.sort(key=lambda talk: (talk.background, not talk.returning, talk.name))
+        while self.queue and self.free_lanes:
+            talk = self.queue.pop(0)
+            talk.lane = self.free_lanes.pop(0)
+            self.seated[talk.name] = talk
+            tokens = max(talk.tokens, talk.prompt)
+            request = Request(talk.name, talk.lane, tokens, talk.total - tokens, "", talk.background, talk.returning)
+            answers = [leases.admit(request) for leases in self.leases]
+            assert answers[0] == answers[1]
+            assert not isinstance(answers[0], Refusal)
+            if isinstance(answers[0], Lease):
+                self.admitted(answers[0])
+
+    def admitted(self, lease: Lease) -> None:
+        talk = self.seated[lease.request.conversation]
+        talk.admitted, talk.pages, talk.tokens = True, list(lease.pages), 0
+
+    def extend(self) -> None:
+        needs = []
+        for talk in self.seated.values():
+            rows = min(max(talk.tokens, talk.prompt) + AHEAD, talk.total)
+            if talk.admitted and talk not in self.leaving and rows > len(talk.pages) * ROWS:
+                needs.append((talk.name, rows))
+        if not needs:
+            return
+        extension, same = (leases.extend(needs) for leases in self.leases)
+        assert extension == same
+        for grant in extension.grants:
+            talk = self.seated[grant.conversation]
+            assert grant.first_slot == len(talk.pages)
+            talk.pages += grant.pages
+        for name in extension.park:
+            if self.seated[name] not in self.leaving:  # one that has just ended gives its pages back anyway
+                self.seated[name].parked += 1
+                self.leaving.append(self.seated[name])
+        self.admit_waiting()
+
+    def send(self) -> bool:
+        """Everyone goes on as far as its pages reach; those who leave are freed. Whether there was anything to do."""
+        moved = False
+        self.sent += 1
+        for talk in self.seated.values():
+            if talk.admitted and talk not in self.leaving:
+                before, talk.tokens = talk.tokens, min(talk.tokens + STEP, talk.total, len(talk.pages) * ROWS)
+                moved |= talk.tokens > before
+        lanes = []
+        for talk in self.leaving:
+            for leases in self.leases:
+                leases.finish(talk.name, self.sent)
+            lanes.append(talk.lane)
+            del self.seated[talk.name]
+            if talk.tokens == talk.total:
+                self.finished.append(talk.name)
+            else:
+                talk.admitted, talk.returning = False, True
+                self.queue.append(talk)
+        moved |= bool(self.leaving)
+        self.leaving = [talk for talk in self.seated.values() if talk.tokens == talk.total]
+        if moved:
+            self.rounds.append((self.sent, lanes))
+        else:
+            self.sent -= 1
+        return moved
+
+    def answer(self) -> None:
+        seq, lanes = self.rounds.popleft()
+        self.free_lanes += lanes
+        for leases in self.leases:
+            leases.answered(seq)
+        self.admit_waiting()
+
+    def admit_waiting(self) -> None:
+        one, two = (list(leases.admit_waiting()) for leases in self.leases)
+        assert one == two
+        for lease in one:
+            self.admitted(lease)
+
+
+def plan_of(window: int, lanes: int, residues: int, spare: int) -> Plan:
+    small = small_plan(residues, True, window + -(-lanes // residues) - 1 + spare, lanes)
+    return Plan(
+        **{name: getattr(small, name) for name in small.__slots__} | {"context": (window - 1) * ROWS, "window_pages": window}
+    )
+
+
+def serve(plan: Plan, headroom: int, talks: Sequence[Talk], kind: type[Leases] = Leases) -> list[Talk]:
+    """Runs all to their ends; the books are whole and everything came back."""
+    leases = [kind(plan, headroom, clock=lambda: 0.0) for _ in range(2)]
+    router = ObedientRouter(leases, talks)
+    router.run()
+    assert sorted(router.finished) == sorted(talk.name for talk in talks)
+    for one in leases:
+        assert one.check_integrity() == []
+        assert one.idle
+        assert sum(map(one.books.free, range(plan.residues))) == plan.pages
+    return list(talks)
+
+
+@pytest.mark.parametrize("residues", [1, 2])
+@pytest.mark.parametrize("window", [5, 17, 33])
+def test_eight_lanes_outgrow_their_quota_together_and_all_finish(window: int, residues: int) -> None:
+    """Windows hold one of eight; the oldest of a residue goes through, and the parks do not multiply."""
+    plan = plan_of(window, lanes=8, residues=residues, spare=0)
+    talks = serve(plan, headroom=0, talks=[Talk(name, 1, plan.context - 1, False) for name in range(1, 9)])
+    assert talks[0].parked == 0
+    assert 0 < sum(talk.parked for talk in talks) <= 8 * 7 / 2
+
+
+def test_background_waits_but_finishes() -> None:
+    plan = plan_of(9, lanes=3, residues=1, spare=0)
+    talks = serve(plan, headroom=ROWS, talks=[Talk(name, 100, plan.context - 100, name % 2 == 0) for name in range(1, 11)])
+    assert sum(talk.parked for talk in talks) > 0
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> tuple[Plan, int, list[Talk]]:
+    lanes, window = draw(st.integers(1, 8)), draw(st.integers(3, 12))
+    plan = plan_of(window, lanes, draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([0, 0, 1, 5])))
+    talks = []
+    for name in range(1, draw(st.integers(1, 14)) + 1):
+        prompt = draw(st.just(1) | st.integers(1, plan.context - 1))
+        reply = draw(st.just(plan.context - prompt) | st.integers(1, plan.context - prompt))
+        talks.append(Talk(name, prompt, reply, draw(st.booleans())))
+    return plan, draw(st.sampled_from([0, 16, ROWS, 200])), talks
+
+
+@settings(max_examples=60, deadline=None)
+@given(load=loads())
+def test_whatever_is_asked_for_finishes(load: tuple[Plan, int, list[Talk]]) -> None:
+    plan, headroom, talks = load
+    serve(plan, headroom, talks)
+    assert talks[0].parked == 0
+    assert max(talk.parked for talk in talks) <= plan.lanes * plan.window_pages
+
+
+def test_parking_the_oldest_is_caught() -> None:
+    plan = plan_of(17, lanes=8, residues=1, spare=0)
+    talks = serve(plan, 0, [Talk(name, 1, plan.context - 1, False) for name in range(1, 9)], ParksTheOldest)
+    assert talks[0].parked > 0
+
+
+def test_admitting_into_what_is_owed_is_caught() -> None:
+    """The pages that a park freed go to one that waits, so that the next extension parks again: for ever."""
+    plan = plan_of(33, lanes=8, residues=1, spare=0)
+    with pytest.raises(StuckError, match="for ever"):
+        serve(plan, ROWS, [Talk(name, 1, plan.context - 1, False) for name in range(1, 9)], AdmitsIntoWhatIsOwed)
