@@ -142,11 +142,14 @@ def rounds(report: dict[str, Any]) -> Table:
 
 
 def gaps(report: dict[str, Any]) -> Table:
-    table = Table(title=f"gaps between tokens of 4 streams, ms; a prompt is {PREFILL[-1]:,} tokens", box=box.SIMPLE_HEAD)
+    table = Table(title="gaps between tokens of 4 streams, ms", box=box.SIMPLE_HEAD)
     for name in ("", "p50", "p90", "max"):
         table.add_column(name, justify="right", no_wrap=True)
     for world, one in report["groups"].items():
-        for key, label in (("gap_seconds_alone", "alone"), ("gap_seconds_beside_a_prompt", "beside a prompt")):
+        for key, label in (
+            ("gap_seconds_alone", "alone"),
+            ("gap_seconds_beside_a_prompt", f"beside a prompt of {PREFILL[-1]:,}"),
+        ):
             times = one[key] or {}
             table.add_row(f"W={world}, {label}", *(f"{times.get(q, float('nan')) * 1e3:,.1f}" for q in ("p50", "p90", "max")))
     return table
