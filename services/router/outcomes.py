@@ -73,8 +73,8 @@ class Outcomes:
     # ---- what they bring ----------------------------------------------------------------------------------------
 
     def _filling(self, c: Conversation) -> None:
-        total = max(c.prompt_rows, c.replay_rows)
-        c.mailbox.put(router_pb2.Filling(tokens_done=c.answered, tokens_total=total))
+        """Counts prompt tokens. While a parked reply's own tokens run again it says, with a full count, that work goes on."""
+        c.mailbox.put(router_pb2.Filling(tokens_done=min(c.answered, c.prompt_rows), tokens_total=c.prompt_rows))
 
     def _compare(self, c: Conversation, end: int, tokens: Sequence[int]) -> None:
         """Tokens sampled after the rows up to `end`, which the client has already."""
