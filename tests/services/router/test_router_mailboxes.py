@@ -107,6 +107,22 @@ async def test_a_stop_token_at_the_end_is_not_spoken_however_it_is_joined() -> N
     assert event.log_probs == [log_prob(0), log_prob(1), log_prob(2)]
 
 
+async def test_progress_keeps_its_place_among_tokens() -> None:
+    mailbox = Mailbox(asyncio.Event())
+    for event in (
+        router_pb2.Waiting(ahead=3),
+        Tokens(0, [7], 1),
+        router_pb2.Waiting(ahead=2),
+        router_pb2.Filling(),
+        router_pb2.Waiting(ahead=1),
+    ):
+        mailbox.put(event)
+    got = [event async for event in _drained(mailbox)]
+    assert got == [
+        router_pb2.Waiting(ahead=3), Tokens(0, [7], 1), router_pb2.Filling(), router_pb2.Waiting(ahead=1)
+    ]  # fmt: skip
+
+
 async def test_a_reader_that_is_gone_holds_few_events_however_often_its_conversation_is_parked() -> None:
     mailbox, index = Mailbox(asyncio.Event()), 0
     for turn in range(10_000):  # waits, fills, says a token while there is room

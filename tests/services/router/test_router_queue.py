@@ -113,7 +113,9 @@ async def test_a_place_is_given_back_when_reading_fails() -> None:
         assert isinstance(events[-1], router_pb2.Completion)
 
 
-async def test_the_refusal_is_a_status_without_any_message(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Handlers]:
+    """Handlers as they are made."""
     made: list[Handlers] = []
     init = Handlers.__init__
 
@@ -122,6 +124,23 @@ async def test_the_refusal_is_a_status_without_any_message(monkeypatch: pytest.M
         made.append(self)
 
     monkeypatch.setattr(Handlers, "__init__", watched)
+    return made
+
+
+async def test_replies_and_scores_teach_how_long_a_lane_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    taught: list[float] = []
+    monkeypatch.setattr(Turnover, "learn", lambda _self, seconds: taught.append(seconds))
+    async with Rig(1) as rig:
+        await rig.client.wait_ready(10)
+        async for event in rig.client.generate([1, 2], Sampling(max_tokens=3, ignore_eos=True)):
+            last = event
+        assert taught == [pytest.approx(last.timings.total_seconds - last.timings.queued_seconds)]
+        [_ async for _ in rig.client.score([1, 2])]
+        assert len(taught) == 2
+        assert min(taught) > 0
+
+
+async def test_the_refusal_is_a_status_without_any_message(made: list[Handlers]) -> None:
     async with Rig(1, lanes=1, max_waiting=1) as rig, grpc.aio.insecure_channel(rig.router.address) as channel:
         await rig.client.wait_ready(10)
         made[0]._turnover.learn(17.5)

@@ -65,7 +65,7 @@ strings = st.one_of(st.text(alphabet="ab", min_size=1, max_size=6), st.text(alph
 stop_lists = st.lists(strings, min_size=1, max_size=16)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(replies, stop_lists, st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_a_reply_ends_and_is_told_as_a_search_in_its_whole_text_says(ids: list[int], stops: list[str], cuts: list[int]) -> None:
     count, stop, text = naive(ids, stops)
