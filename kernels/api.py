@@ -139,7 +139,7 @@ class Kernels(Protocol):
         self, q: Array, k: Array, v: Array, G: Array, beta: Array, rows: int, state_in: Array, state_out: Array, out: Array
     ) -> None:  # fmt: skip
         """Steps 5 and 6 in chunked form, block after block. q, k, v compute [T, H, D] after convolution, G f32 [T, H, D],
-        beta f32 [T, H]; state_in, state_out f32 [H, D key, D value] (may be the same array); out compute [T, H, D].
+        beta f32 [T, H]; state_in, state_out f32 [H, D key, D value] (may be the same array); out compute [T, H, D]. G >= -10.
         Rows from `rows` on are padding: treated as G = 0, beta = 0, k = 0 whatever they hold; their outputs are zeros."""
 
     def kda_decode(

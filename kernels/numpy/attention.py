@@ -6,15 +6,19 @@ of one shape; sums inside a tile run over the contiguous last axis, tiles and ch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kernels.api import KEY_CHUNK, KEY_TILE, Path
 from kernels.numpy.cached_rows import gather
 from kernels.numpy.products import BLOCK
-from kernels.numpy.rounding import Round
+from kernels.numpy.rounding import Round, widen
 from kernels.rows import Array, RowView
 
 TILES = KEY_CHUNK // KEY_TILE
+LISTED_KEYS = 8 * KEY_CHUNK
+"""Keys that rows with lists of their own gather at a time: what stays in the processor's cache."""
 MINUS_INF = np.float32(-np.inf)
 _ONES = np.ones(KEY_TILE, np.float32)
 
@@ -23,21 +27,47 @@ def attend(
     path: Path, q: Array, view: RowView, lanes: Array, positions: Array, lists: Array, counts: Array, scale: float,
     out: Array, rounded: Round,
 ) -> None:  # fmt: skip
-    dense = np.zeros(len(counts), bool)
+    alone = counts > 0
     if path is Path.PROMPT:
-        dense = (counts > 0) & (counts == positions + 1)
+        dense = alone & (counts == positions + 1)
+        alone &= ~dense
+        out[counts == 0] = 0
         for start in range(0, len(counts), BLOCK):
             here = slice(start, start + BLOCK)
             if dense[here].any():
                 _dense_block(q[here], view, lanes[here], lists[here], counts[here], dense[here], np.float32(scale), out[here])
-    for t in np.flatnonzero(~dense):
-        n = int(counts[t])
-        if n == 0:
-            out[t] = 0
-            continue
-        keys = gather(view, int(lanes[t]), lists[t, :n], KEY_TILE)
-        out[t] = _chunks(q[t], keys, np.array([n]), np.float32(scale))
+    elif not alone.all():
+        out[~alone] = 0
+    for rows, tiles in _groups(np.flatnonzero(alone), counts):
+        if len(rows) == 1:
+            row = rows[0]
+            keys = gather(view, int(lanes[row]), lists[row, : counts[row]], KEY_TILE)[None]
+        else:
+            keys = _listed_keys(view, lanes[rows], lists[rows], counts[rows], tiles)
+        out[rows] = _chunks(q[rows], keys, counts[rows, None, None], np.float32(scale))
     rounded(out)
+
+
+def _groups(rows: Array, counts: Array) -> Iterator[tuple[Array, int]]:
+    """Rows whose lists fill equally many tiles, and that number: their products have the same shapes alone and together."""
+    by_tiles: dict[int, list[int]] = {}
+    for row, count in zip(rows.tolist(), counts[rows].tolist(), strict=True):
+        by_tiles.setdefault(-(-count // KEY_TILE), []).append(row)
+    for tiles, group in by_tiles.items():
+        step = max(1, LISTED_KEYS // (tiles * KEY_TILE))
+        for first in range(0, len(group), step):
+            yield np.array(group[first : first + step]), tiles
+
+
+def _listed_keys(view: RowView, lanes: Array, lists: Array, counts: Array, tiles: int) -> Array:
+    """The rows that each list names, float32 [G, tiles, 64, width], filled up with rows of the null page."""
+    width = min(tiles * KEY_TILE, lists.shape[1])
+    ids = np.zeros((len(lanes), tiles * KEY_TILE), np.intp)
+    ids[:, :width] = lists[:, :width]
+    slots, offsets = np.divmod(ids, view.rows)
+    listed = np.arange(tiles * KEY_TILE) < counts[:, None]
+    pages = np.where(listed, view.tables[lanes[:, None], np.where(listed, slots, 0)], view.null_page)
+    return widen(view.values[pages, offsets]).reshape(len(lanes), tiles, KEY_TILE, -1)
 
 
 def _dense_block(
@@ -46,20 +76,22 @@ def _dense_block(
     """The dense rows of a block, multiplied with a tile together; a row sees the keys its count covers."""
     rows = np.flatnonzero(dense)
     longest = rows[np.argmax(counts[rows])]
-    keys = gather(view, int(lanes[longest]), lists[longest, : counts[longest]], KEY_TILE)
+    n = counts[longest]
+    keys = gather(view, int(lanes[longest]), lists[longest, :n], KEY_TILE)
     _, heads, r = q.shape
     seen = np.repeat(np.where(dense, counts, 1), heads)
-    attended = _chunks(q.reshape(BLOCK * heads, r), keys, seen, scale)
+    attended = _chunks(q.reshape(1, BLOCK * heads, r), keys[None], seen[None, :, None], scale)
     out[rows] = attended.reshape(BLOCK, heads, r)[rows]
 
 
 def _chunks(q: Array, keys: Array, seen: Array, scale: np.float32) -> Array:
-    """Attention of query vectors q [M, r] over keys [tiles, 64, r]; vector m sees the first seen[m] keys (seen [M] or [1])."""
-    top, total, acc = _chunk(q, keys[:TILES], seen, scale)
-    for first in range(TILES, keys.shape[0], TILES):
-        here = _chunk(q, keys[first : first + TILES], seen - first * KEY_TILE, scale)
+    """Attention of query vectors q [G, M, r] over keys [G, tiles, 64, r]; vector m of group g sees its first seen[g, m] keys
+    (seen [G, M or 1, 1]). [G, M, r]."""
+    top, total, acc = _chunk(q, keys[:, :TILES], seen, scale)
+    for first in range(TILES, keys.shape[1], TILES):
+        here = _chunk(q, keys[:, first : first + TILES], seen - first * KEY_TILE, scale)
         top, total, acc = _merge((top, total, acc), here)
-    acc /= total[:, None]
+    acc /= total[..., None]
     return acc
 
 
@@ -67,22 +99,21 @@ State = tuple[Array, Array, Array]
 
 
 def _chunk(q: Array, keys: Array, seen: Array, scale: np.float32) -> State:
-    """(max [M], sum [M], accumulator [M, r]) of one chunk; max is -inf where a vector sees nothing of it."""
-    tiles = keys.shape[0]
-    p = np.matmul(q, keys.transpose(0, 2, 1))  # [tiles, M, 64]
+    """(max [G, M], sum [G, M], accumulator [G, M, r]) of one chunk; max is -inf where a vector sees nothing of it."""
+    tiles = keys.shape[1]
+    p = np.matmul(q[:, None], keys.transpose(0, 1, 3, 2))  # [G, tiles, M, 64]
     p *= scale
     index = np.arange(tiles * KEY_TILE).reshape(tiles, 1, KEY_TILE)
-    masked = index >= seen[:, None]
-    np.copyto(p, MINUS_INF, where=masked)
-    top = p.max(axis=-1).max(axis=0)
-    p -= top[:, None]  # -inf - -inf in rows of another kind, which are dropped
+    np.copyto(p, MINUS_INF, where=index >= seen[:, None])
+    top = np.maximum.reduce(np.maximum.reduce(p, axis=-1), axis=1)
+    p -= top[:, None, :, None]  # -inf - -inf in rows of another kind, which are dropped
     np.exp(p, out=p)  # an unseen key gets exp(-inf) = 0, whatever its score was
     totals = np.vecdot(p, _ONES)
     parts = np.matmul(p, keys)
-    total, acc = totals[0].copy(), parts[0].copy()
+    total, acc = totals[:, 0].copy(), parts[:, 0].copy()
     for tile in range(1, tiles):
-        total += totals[tile]
-        acc += parts[tile]
+        total += totals[:, tile]
+        acc += parts[:, tile]
     return top, total, acc
 
 
@@ -91,6 +122,6 @@ def _merge(a: State, b: State) -> State:
     top = np.maximum(a[0], b[0])
     left, right = np.exp(a[0] - top), np.exp(b[0] - top)
     total = a[1] * left + b[1] * right
-    acc = a[2] * left[:, None]
-    acc += b[2] * right[:, None]
+    acc = a[2] * left[..., None]
+    acc += b[2] * right[..., None]
     return top, total, acc

@@ -23,9 +23,27 @@ def gather(view: RowView, lane: int, ids: Array, tile: int) -> Array:
     return widen(view.values[pages, offsets]).reshape(tiles, tile, -1)
 
 
+def leading(view: RowView, lanes: list[int], counts: list[int], tile: int) -> Array:
+    """The first counts[i] rows of lanes[i], each filled up to whole tiles with zeros, as the null page has them: one after
+    another, float32 [tiles of all, tile, width]."""
+    sizes = [-(-count // tile) * tile for count in counts]
+    rows = np.zeros((sum(sizes), view.values.shape[2]), view.values.dtype)
+    first = 0
+    for lane, count, size in zip(lanes, counts, sizes, strict=True):
+        slots = -(-count // view.rows)
+        for slot, page in enumerate(view.tables[lane, :slots].tolist()):
+            start = slot * view.rows
+            stop = min(count, start + view.rows)
+            rows[first + start : first + stop] = view.values[page, : stop - start]
+        first += size
+    return widen(rows).reshape(-1, tile, rows.shape[1])
+
+
 def read_ring(ring: Array, lanes: Array, positions: Array, out: Array) -> None:
     out[...] = widen(ring[lanes, positions % ring.shape[1]])
-    np.copyto(out, 0, where=(positions < 0)[:, None])
+    before = positions < 0
+    if before.any():
+        out[before] = 0
 
 
 def write_ring(rows: Array, ring: Array, lanes: Array, positions: Array) -> None:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
-from kernels.numpy.elementwise import ONE, mean_square, sigmoid, silu
+from kernels.numpy.elementwise import ONE, mean_square, sigmoid, silu, slabs
 from kernels.numpy.products import BLOCK
 from kernels.numpy.rounding import Round
 from kernels.rows import Array
 
 SUB = 16
-"""Rows of a sub-chunk: decays inside it are exponentials of differences, across sub-chunks products of two factors <= 1."""
+"""Rows of a sub-chunk. A decay from row j to row i of it is a product of two factors around its middle row, each between
+exp(-8 |G|) and exp(8 |G|): finite for G >= -10. Entries above the diagonal may overflow and are replaced, not multiplied."""
 
 
 def conv(u: Array, w: Array, out: Array, rounded: Round) -> None:
     taps, T = w.shape[0], out.shape[1]
-    total = u[:, :T] * w[0]
-    for tap in range(1, taps):
-        total += u[:, tap : tap + T] * w[tap]
-    silu(total, out)
+    for rows in slabs(T):
+        here = out[:, rows]
+        total = u[:, rows] * w[0]
+        part = np.empty_like(total)
+        for tap in range(1, taps):
+            np.multiply(u[:, rows.start + tap : rows.stop + tap], w[tap], out=part)
+            total += part
+        silu(total, here)
     rounded(out)
 
 
@@ -55,22 +62,20 @@ def unit(x: Array) -> Array:
 def decode(
     q: Array, k: Array, v: Array, G: Array, beta: Array, states: Array, source: Array, target: Array, out: Array, rounded: Round
 ) -> None:
-    """The recurrence, token by token: q, k, v, G [B, R, H, D], beta [B, R, H]. A window at a time, in place: its states stay
-    in the processor's cache and are not copied."""
+    """The recurrence, token by token: q, k, v, G [B, R, H, D], beta [B, R, H]."""
     q = unit(q)
     q /= np.sqrt(np.float32(q.shape[-1]))
     k = unit(k)
     decay = np.exp(G)
-    for b, (old, new) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
-        before, S = states[old], states[new]
-        for row in range(q.shape[1]):
-            np.multiply(before, decay[b, row, :, :, None], out=S)
-            key = k[b, row]
-            delta = v[b, row, :, None] - np.matmul(key[:, None, :], S)
-            delta *= beta[b, row, :, None, None]
-            S += key[:, :, None] * delta
-            np.matmul(q[b, row, :, None, :], S, out=out[b, row, :, None])
-            before = S
+    S = states[source]
+    for row in range(q.shape[1]):
+        S *= decay[:, row, :, :, None]
+        key = k[:, row]
+        delta = v[:, row] - np.matmul(key[..., None, :], S)[..., 0, :]
+        delta *= beta[:, row, :, None]
+        S += key[..., :, None] * delta[..., None, :]
+        out[:, row] = np.matmul(q[:, row, :, None, :], S)[..., 0, :]
+    states[target] = S
     rounded(out)
 
 
@@ -136,25 +141,27 @@ def _decayed_products(q: Array, k: Array, total: Array) -> tuple[Array, Array]:
     H = q.shape[0]
     A = np.zeros((H, BLOCK, BLOCK), np.float32)
     M = np.zeros((H, BLOCK, BLOCK), np.float32)
-    lower = np.tri(SUB, dtype=bool)
     for first in range(0, BLOCK, SUB):
-        sub = slice(first, first + SUB)
-        inside = total[:, sub]
-        decays = inside[:, :, None, :] - inside[:, None, :, :]
-        decays[:, ~lower] = -np.inf  # [i, j] with j > i
-        np.exp(decays, out=decays)
-        decays *= k[:, None, sub]
-        A[:, sub, sub] = np.tril(np.vecdot(decays, k[:, sub, None, :]), -1)
-        M[:, sub, sub] = np.vecdot(decays, q[:, sub, None, :])
-        if first:
-            reference = total[:, first - 1 : first]
-            since = np.exp(inside - reference)
-            until = np.exp(reference - total[:, :first])
-            until *= k[:, :first]
-            until = until.transpose(0, 2, 1)
-            A[:, sub, :first] = np.matmul(k[:, sub] * since, until)
-            M[:, sub, :first] = np.matmul(q[:, sub] * since, until)
+        end = first + SUB
+        sub = slice(first, end)
+        middle = total[:, first + SUB // 2 - 1, None]
+        since = np.exp(total[:, sub] - middle)
+        until = np.exp(middle - total[:, :end])
+        until *= k[:, :end]
+        until = until.transpose(0, 2, 1)
+        A[:, sub, :end] = np.matmul(k[:, sub] * since, until)
+        M[:, sub, :end] = np.matmul(q[:, sub] * since, until)
+    above, diagonal = _above(BLOCK)
+    np.copyto(M, 0, where=above)
+    np.copyto(A, 0, where=diagonal)
     return A, M
+
+
+@functools.cache
+def _above(n: int) -> tuple[Array, Array]:
+    """Entries above the diagonal of an [n, n] matrix, and those with the diagonal."""
+    lower = np.tri(n, dtype=bool)
+    return ~lower, ~np.tri(n, k=-1, dtype=bool)
 
 
 def _solve(A: Array, right: Array) -> Array:

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from kernels.api import KEY_TILE, Path
-from kernels.numpy.cached_rows import gather
+from kernels.numpy.cached_rows import gather, leading
 from kernels.numpy.elementwise import ascending_sum
 from kernels.numpy.products import BLOCK
 from kernels.numpy.rounding import Round
 from kernels.rows import Array, RowView
 
-SCORED_POOLS = 8 * KEY_TILE
+BLOCK_POOLS = 8 * KEY_TILE
 """Pools a block is scored against at a time."""
+ROW_POOLS = 32 * KEY_TILE
+"""Pools that rows of their own are scored against at a time: what stays in the processor's cache."""
 MINUS_INF = np.float32(-np.inf)
 
 
@@ -37,14 +39,15 @@ def select(
     path: Path, q: Array, weights: Array, view: RowView, lanes: Array, positions: Array, pool: int, kept: int,
     lists: Array, counts: Array,
 ) -> None:  # fmt: skip
-    lists[...] = -1
+    longest = kept * pool + pool - 1
+    every = np.arange(longest, dtype=np.int32)
     lengths = positions + 1
-    dense = lengths <= kept * pool + pool - 1
-    counts[dense] = np.maximum(lengths[dense], 0)
-    for t in np.flatnonzero(dense):
-        lists[t, : counts[t]] = np.arange(counts[t])
+    np.copyto(lists, -1)
+    np.copyto(lists, every, where=every < np.where(lengths <= longest, lengths, 0)[:, None])
+    np.maximum(lengths, 0, out=counts)
+    scored = np.flatnonzero(lengths > longest)
     complete = lengths // pool
-    for rows, pools in _scores(path, q, weights, view, lanes, complete, np.flatnonzero(~dense)):
+    for rows, pools in _scores(path, q, weights, view, lanes, complete, scored):
         members = (best(pools, kept)[:, :, None] * pool + np.arange(pool)).reshape(len(rows), -1)
         tail = complete[rows, None] * pool + np.arange(pool - 1)
         lists[rows, : kept * pool] = members
@@ -57,8 +60,8 @@ def _scores(
 ) -> Iterator[tuple[Array, Array]]:
     """Rows that go together, and their scores [rows, pools], -inf from each row's `complete` on."""
     if path is Path.DECODE:
-        for t in scored:
-            yield np.array([t]), _row_scores(q[t], weights[t], view, int(lanes[t]), int(complete[t]))[None]
+        for rows in _together(scored, complete):
+            yield rows, _row_scores(q[rows], weights[rows], view, lanes[rows], complete[rows])
         return
     for start in range(0, len(q), BLOCK):
         rows = scored[(scored >= start) & (scored < start + BLOCK)]
@@ -70,11 +73,35 @@ def _scores(
             yield rows, pools
 
 
-def _row_scores(q: Array, weights: Array, view: RowView, lane: int, complete: int) -> Array:
-    """Scores of pools 0..complete-1 for one row: q [n_I, d_I], weights [n_I]."""
-    keys = gather(view, lane, np.arange(complete), KEY_TILE)
-    scores: Array = _weigh(np.matmul(keys, q.T), weights, q.shape[1]).reshape(-1)
-    return scores[:complete]
+def _together(scored: Array, complete: Array) -> Iterator[Array]:
+    """Consecutive rows with ROW_POOLS pools among them, or one row with more."""
+    rows: list[int] = []
+    pools = 0
+    for row, count in zip(scored.tolist(), complete[scored].tolist(), strict=True):
+        if rows and pools + count > ROW_POOLS:
+            yield np.array(rows)
+            rows, pools = [], 0
+        rows.append(row)
+        pools += count
+    if rows:
+        yield np.array(rows)
+
+
+def _row_scores(q: Array, weights: Array, view: RowView, lanes: Array, complete: Array) -> Array:
+    """Scores [G, longest] of pools 0..complete[g] - 1 for each row, -inf behind: q [G, n_I, d_I], weights [G, n_I]. The tiles
+    of all rows stand one after another, each multiplied with its row's queries."""
+    pools = complete.tolist()
+    tiles = [-(-count // KEY_TILE) for count in pools]
+    keys = leading(view, lanes.tolist(), pools, KEY_TILE)
+    owner = np.repeat(np.arange(len(pools)), tiles)
+    heads = np.matmul(keys, q[owner].transpose(0, 2, 1))  # [tiles, 64, n_I]
+    flat = _weigh(heads, weights[owner, None], q.shape[2]).reshape(-1)
+    scores = np.full((len(pools), max(pools)), MINUS_INF, np.float32)
+    first = 0
+    for row, count in enumerate(pools):
+        scores[row, :count] = flat[first : first + count]
+        first += tiles[row] * KEY_TILE
+    return scores
 
 
 def _block_scores(q: Array, weights: Array, view: RowView, lane: int, longest: int) -> Array:
@@ -82,8 +109,8 @@ def _block_scores(q: Array, weights: Array, view: RowView, lane: int, longest: i
     rows, heads, width = q.shape
     queries = q.reshape(rows * heads, width).T
     scores = np.empty((rows, longest), np.float32)
-    for first in range(0, longest, SCORED_POOLS):
-        ids = np.arange(first, min(first + SCORED_POOLS, longest))
+    for first in range(0, longest, BLOCK_POOLS):
+        ids = np.arange(first, min(first + BLOCK_POOLS, longest))
         keys = gather(view, lane, ids, KEY_TILE)
         part = np.matmul(keys, queries).reshape(-1, rows, heads)  # [pools, 64, n_I]
         scores[:, ids] = _weigh(part, weights, width)[: len(ids)].T
