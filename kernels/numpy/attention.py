@@ -17,7 +17,7 @@ from kernels.numpy.rounding import Round, widen
 from kernels.rows import Array, RowView
 
 TILES = KEY_CHUNK // KEY_TILE
-LISTED_KEYS = 8 * KEY_CHUNK
+LISTED_KEYS = 4 * KEY_CHUNK
 """Keys that rows with lists of their own gather at a time: what stays in the processor's cache."""
 MINUS_INF = np.float32(-np.inf)
 _ONES = np.ones(KEY_TILE, np.float32)

@@ -33,10 +33,10 @@ CACHE_DTYPES: dict[str, np.dtype] = {"f32": np.dtype(np.float32), "bf16": BF16}
 
 
 def widen(x: Array) -> Array:
-    """Cached values as a new contiguous float32 array; every cache dtype widens exactly."""
+    """Cached values, contiguous and nobody else's, as float32 (float32 itself as it is); every cache dtype widens exactly."""
     if x.dtype == BF16:
         # ml_dtypes converts element by element through its own loop; a bf16 is the upper half of its float32.
         bits = x.view(np.uint16).astype(np.uint32)
         bits <<= np.uint32(16)
         return bits.view(np.float32)
-    return np.array(x, dtype=np.float32, order="C")
+    return x
