@@ -120,6 +120,10 @@ class RoundStream:
                 self._take(answer.result)
         except grpc.aio.AioRpcError as error:
             return error.code(), error.details() or error.code().name
+        except asyncio.CancelledError:
+            if _stopped():
+                raise
+            return grpc.StatusCode.CANCELLED, "its call was cancelled"
         return grpc.StatusCode.OK, "it closed the stream"
 
     def _take(self, result: pb.RoundResult) -> None:
@@ -179,8 +183,19 @@ class RoundStream:
 
     async def _put(self, call: Call, message: pb.RoundsRequest) -> None:
         self._written = max(self._written, message.round.seq)
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader learns why
+        try:
             await call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader learns why
+        except asyncio.CancelledError:
+            if _stopped():
+                raise
 
     def _broken(self, reason: str | None) -> EpochError:
         return EpochError(f"the round stream to rank {self.rank} at {self.address} broke: {reason}")
+
+
+def _stopped() -> bool:
+    """Whether a CancelledError means this task: a call that is cancelled raises it too, and is only one more broken stream."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

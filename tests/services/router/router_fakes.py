@@ -106,7 +106,9 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
             round_ = request.round
             await self.gate.wait()
             await self.perhaps_break(context)
-            result = await self.take(round_)
+            if self.pause:
+                await asyncio.sleep(self.pause)
+            result = self.take(round_)
             await self.perhaps_break(context)
             self.answered = max(self.answered, round_.seq)
             yield rank_worker_pb2.RoundsResponse(result=result)
@@ -118,7 +120,7 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
             self.broken += 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the network forgot this stream")
 
-    async def take(self, round_: rank_worker_pb2.Round) -> rank_worker_pb2.RoundResult:
+    def take(self, round_: rank_worker_pb2.Round) -> rank_worker_pb2.RoundResult:
         """Executes a round once; a repeat is answered with what was kept."""
         self.kept = {seq: result for seq, result in self.kept.items() if seq > round_.acknowledged_seq}
         if round_.seq <= len(self.rounds):
@@ -131,8 +133,6 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
         if round_.seq - round_.acknowledged_seq > 2:
             self.violations.append(f"round {round_.seq} while {round_.acknowledged_seq} is the last that is answered")
         self.rounds.append(round_)
-        if self.pause:
-            await asyncio.sleep(self.pause)
         result = rank_worker_pb2.RoundResult(seq=round_.seq, compute_seconds=0.001)
         for operation in round_.operations:
             result.results.append(self.execute(operation))

@@ -221,6 +221,23 @@ async def test_broken_streams_are_opened_again_and_rounds_run_once() -> None:
             worker.breaks = 0.0
 
 
+async def test_a_cancelled_call_is_one_more_broken_stream() -> None:
+    async with Rig(2) as rig:
+        for worker in rig.workers:
+            worker.pause = 0.001
+        await rig.client.wait_ready(10)
+        task, events = start(rig, PROMPT, longer(200))
+        streams = rig.loop._workers._streams
+        for i in range(12):
+            count = len(chunks(events))
+            await rig.until(lambda count=count: len(chunks(events)) > count, "it does not go on")
+            if (call := streams[i % 2]._call) is not None:
+                call.cancel()
+        await task
+        assert chunks(events) == reply(PROMPT, 200)
+        assert rig.loop.counters.resent_rounds > 0
+
+
 # ---- classes -----------------------------------------------------------------------------------------------------------
 
 

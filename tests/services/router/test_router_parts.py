@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 
 from latentpool.errors import DigestMismatchError, EpochError
 from latentpool.sampling import Sampling
+from latentpool.v1 import pool_manager_pb2, router_pb2
 from latentpool.v1 import rank_worker_pb2 as pb
-from latentpool.v1 import router_pb2
 from services.router import digests
 from services.router.compose import Composer
 from services.router.conversations import Book, Conversation, Phase, Scoring, Times
 from services.router.delivery import LIMIT_BYTES, Mailbox, Tokens
+from services.router.loop import RoundLoop
 from services.router.pace import Pace
 from services.router.score_rows import cut
 from services.router.text import Detokenizer
+from services.router.workers import Workers
 
 # ---- text ---------------------------------------------------------------------------------------------------------
 
@@ -256,3 +258,73 @@ def test_rows_are_cut_out_of_scores() -> None:
     assert not part.best
     with pytest.raises(EpochError, match=r"60 bytes of scores \(raw\), which are not 7 rows"):
         cut(pb.Scores(raw=bytes(60)), 2, 3, 7)
+
+
+# ---- the manager's answers --------------------------------------------------------------------------------------------
+
+
+class Told:
+    """A session that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.finished: list[tuple[int, int]] = []
+        self.admitted: list[tuple[int, int, bool]] = []
+
+    def finish(self, conversation: int, fence_seq: int) -> None:
+        self.finished.append((conversation, fence_seq))
+
+    def admit(self, conversation: int, _lane: int, prompt_tokens: int, *_rest, background: bool, returning: bool) -> int:
+        self.admitted.append((conversation, prompt_tokens, returning))
+        return len(self.admitted)
+
+
+async def test_answers_from_before_parking_do_not_concern_who_waits_again() -> None:
+    told = Told()
+    loop = RoundLoop(told, Workers([], 1.0), Composer(64, 256, 64), Book(1), 256, 64)
+    c = conversation(7, 100, -1)
+    c.come_back()
+    loop.submit(c)
+    grant = pool_manager_pb2.Grant(conversation=7, pages=[5], first_slot=3)
+    loop.on_answer(pool_manager_pb2.SessionResponse(extended=pool_manager_pb2.Extended(grants=[grant], park=[7])))
+    assert (c.phase, c.pages, told.finished) == (Phase.WAITING, [], [])
+    admitted = pool_manager_pb2.Admitted(pages=[1, 2, 3])
+    loop.on_answer(pool_manager_pb2.SessionResponse(key=1, admitted=admitted))
+    assert (c.phase, c.pages) == (Phase.FILLING, [1, 2, 3])
+
+
+async def test_parking_frees_the_lane_once_and_the_fence_is_the_round_that_frees_it() -> None:
+    told = Told()
+    loop = RoundLoop(told, Workers([], 1.0), Composer(64, 256, 64), Book(1), 256, 64)
+    c = conversation(7, 100, -1)
+    c.phase, c.parked = Phase.WAITING, 1
+    loop.submit(c)
+    loop.on_answer(pool_manager_pb2.SessionResponse(key=1, admitted=pool_manager_pb2.Admitted(pages=[1, 2, 3])))
+    await loop.send(loop.compose())
+    parking = pool_manager_pb2.SessionResponse(extended=pool_manager_pb2.Extended(park=[7]))
+    loop.on_answer(parking)
+    loop.on_answer(parking)
+    draft = loop.compose()
+    assert kinds(draft) == ["free"]
+    assert (told.finished, loop.counters.parked) == ([(7, 2)], 1)
+    await loop.send(draft)
+    c.generated = [1, 2, 3]  # what was in flight may still come
+    loop._vacated(c)
+    loop.admit()
+    assert told.admitted == [(7, 100, True), (7, 103, True)]
+    loop.leave(c)
+    loop.leave(c)
+    assert told.finished == [(7, 2), (7, 2)]
+    assert loop.book.lane_free
+
+
+async def test_one_that_is_parked_before_its_first_round_is_back_at_once() -> None:
+    told = Told()
+    loop = RoundLoop(told, Workers([], 1.0), Composer(64, 256, 64), Book(1), 256, 64)
+    c = conversation(7, 100, -1)
+    c.phase = Phase.WAITING
+    loop.submit(c)
+    loop.on_answer(pool_manager_pb2.SessionResponse(key=1, admitted=pool_manager_pb2.Admitted(pages=[1, 2, 3])))
+    loop.on_answer(pool_manager_pb2.SessionResponse(extended=pool_manager_pb2.Extended(park=[7])))
+    assert (c.phase, loop.book.queue, told.finished) == (Phase.WAITING, [c], [(7, 0)])
+    loop.admit()
+    assert told.admitted == [(7, 100, False), (7, 100, True)]
