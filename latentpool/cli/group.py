@@ -41,12 +41,21 @@ class LocalGroup:
         page_rows: int = 512,
         chunk_rows: int = 2048,
         memory_bytes: int = 1 << 30,
+        headroom: int = 2048,
         secret: bytes = b"",
         engines: Mapping[int, str] | None = None,
     ) -> None:
         """`engines`: ranks whose engine is another module than the product's, for tests of faults."""
         self.manager = PoolManager(
-            PoolManagerSettings(world=world, context=context, parallel=parallel, kv_pages=kv_pages, split=split, secret=secret)
+            PoolManagerSettings(
+                world=world,
+                context=context,
+                parallel=parallel,
+                kv_pages=kv_pages,
+                split=split,
+                headroom=headroom,
+                secret=secret,
+            )
         )
         self._worker_settings = [
             RankWorkerSettings(

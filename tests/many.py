@@ -1,0 +1,153 @@
+"""Many conversations against a whole group: scripts, and a record of every logits row that a token was drawn from.
+
+Every conversation has a seed of its own, so (seed, position) names a row: runs are compared row by row, bit by bit, and a row
+computed twice in one run (after parking) must be equal to itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import services.pool_manager.service as pool_manager
+from latentpool.cli.group import LocalGroup
+from latentpool.client import AdminClient
+from latentpool.sampling import Sampling
+from latentpool.v1 import router_pb2
+from services.rank_worker.sample import Draws, Sampler
+from services.router.workers import Workers
+
+
+@dataclass(frozen=True)
+class Script:
+    """One conversation. arrives: seconds after the start. leaves: chunks after which its client cancels. pause: seconds its
+    client waits between reads."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    arrives: float = 0.0
+    leaves: int | None = None
+    pause: float = 0.0
+    background: bool = False
+
+    @property
+    def seed(self) -> int:
+        assert self.sampling.seed is not None
+        return self.sampling.seed
+
+
+@dataclass
+class Reply:
+    ids: list[int]
+    log_probs: list[tuple[float, tuple[int, ...], tuple[float, ...]]]
+    completion: router_pb2.Completion | None = None
+    filled: int = 0
+
+
+class Record:
+    """Logits rows by (rank, seed, position)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: dict[tuple[int, int, int], bytes] = {}
+        self.again = 0
+        sample = Sampler.sample
+
+        def recorded(sampler: Sampler, logits: Any, draws: Draws) -> Any:
+            rank = sampler._link.exchange.rank
+            for row, seed, position in zip(np.array(logits), draws.seed, draws.position, strict=True):
+                key, bits = (rank, int(seed), int(position)), row.tobytes()
+                self.again += key in self.rows
+                assert self.rows.setdefault(key, bits) == bits, f"another row when computed again: {key}"
+            return sample(sampler, logits, draws)
+
+        monkeypatch.setattr(Sampler, "sample", recorded)
+
+
+def cap_pages(monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
+    """Plans give exactly so many pages, whatever room there is."""
+    plan = pool_manager.plan
+
+    def capped(**arguments: Any) -> Any:
+        return dataclasses.replace(plan(**arguments), pages=pages, stream_pages=pages)
+
+    monkeypatch.setattr(pool_manager, "plan", capped)
+
+
+async def play(group: LocalGroup, script: Script) -> Reply:
+    """One conversation from its arrival to its end; a client that leaves closes its stream."""
+    await asyncio.sleep(script.arrives)
+    reply, chunks = Reply([], []), 0
+    stream = group.client.generate(list(script.prompt), script.sampling, background=script.background)
+    try:
+        async for event in stream:
+            if isinstance(event, router_pb2.Filling):
+                assert event.tokens_total == len(script.prompt)
+                reply.filled = max(reply.filled, event.tokens_done)
+            elif isinstance(event, router_pb2.Chunk):
+                assert event.first_index == len(reply.ids)
+                reply.ids += event.token_ids
+                reply.log_probs += [(p.log_prob, tuple(p.top_ids), tuple(p.top_log_probs)) for p in event.log_probs]
+                chunks += 1
+                await asyncio.sleep(script.pause)
+                if chunks == script.leaves:
+                    break
+            elif isinstance(event, router_pb2.Completion):
+                reply.completion = event
+    finally:
+        await stream.aclose()
+    return reply
+
+
+async def play_all(
+    group: LocalGroup, scripts: Sequence[Script], meanwhile: Callable[[], Any] | None = None
+) -> dict[int, Reply]:
+    """All conversations at once, by seed; `meanwhile` is a coroutine function that disturbs the group until they are done."""
+    disturbance = asyncio.create_task(meanwhile()) if meanwhile else None
+    try:
+        replies = await asyncio.gather(*(play(group, script) for script in scripts))
+    finally:
+        if disturbance is not None:
+            disturbance.cancel()
+            await asyncio.gather(disturbance, return_exceptions=True)
+    return {script.seed: reply for script, reply in zip(scripts, replies, strict=True)}
+
+
+def same(reply: Reply, alone: Reply, script: Script) -> None:
+    """A whole reply equals the one alone; a cancelled one is its beginning."""
+    count = len(reply.ids)
+    assert reply.ids == alone.ids[:count]
+    assert reply.log_probs == alone.log_probs[: len(reply.log_probs)]
+    if script.leaves is None:
+        assert reply.completion is not None
+        assert alone.completion is not None
+        assert count == len(alone.ids)
+        assert reply.completion.receipt == alone.completion.receipt
+        assert reply.completion.finish_reason == alone.completion.finish_reason
+
+
+def workers_of(group: LocalGroup) -> Workers:
+    """The router's hold on the ranks: its counters, and streams that tests break."""
+    router = group.router
+    assert router._group is not None
+    assert router._group._loop is not None
+    return router._group._loop._workers
+
+
+async def settled(group: LocalGroup) -> None:
+    """Everything came back: no conversation, every page free, the books whole."""
+    async with AdminClient(group.manager.address) as admin:
+        for _ in range(100):
+            pages = await admin.list_pages()
+            if pages.free == pages.pages:
+                break
+            await asyncio.sleep(0.05)
+        assert pages.free == pages.pages
+        assert pages.reserved == 0
+        assert await admin.list_conversations() == []
+        assert await admin.check_integrity() == []
