@@ -120,8 +120,8 @@ class _Reader:
 
     def gate_lower_bound(self) -> float:
         value = self.linear.get("gate_lower_bound")
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value < 0:
-            raise GeometryError(f"gate_lower_bound = {value!r} is not supported: a number below 0 is served")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -10 <= value < 0:
+            raise GeometryError(f"gate_lower_bound = {value!r} is not supported: a number from -10 to below 0 is served")
         return float(value)
 
     def dtype(self) -> Dtype:

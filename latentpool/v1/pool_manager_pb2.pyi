@@ -232,21 +232,25 @@ class Loaded(_message.Message):
     ROOM_BYTES_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     LINK_ADDRESS_FIELD_NUMBER: _builtins.int
+    ASSUMED_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     room_bytes: _builtins.int
     """What is left for rows, other lanes and cache after weights, work buffers, links and the first lane."""
     resident_bytes: _builtins.int
     link_address: _builtins.bytes
     """The engine's data plane address, opaque to the manager."""
+    assumed_memory_bytes: _builtins.int
+    """The memory that was assumed because none was stated: half of what the host had. Ranks of one host share it. 0: stated."""
     def __init__(
         self,
         *,
         room_bytes: _builtins.int = ...,
         resident_bytes: _builtins.int = ...,
         link_address: _builtins.bytes = ...,
+        assumed_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_address", b"link_address", "resident_bytes", b"resident_bytes", "room_bytes", b"room_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assumed_memory_bytes", b"assumed_memory_bytes", "link_address", b"link_address", "resident_bytes", b"resident_bytes", "room_bytes", b"room_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

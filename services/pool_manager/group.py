@@ -14,6 +14,7 @@ import structlog
 
 from latentpool.errors import EpochError, HandshakeError, LatentPoolError, LinkError, SetupError
 from latentpool.geometry import Geometry
+from latentpool.units import format_bytes
 from latentpool.v1 import pool_manager_pb2 as pb
 from services.pool_manager.agreement import check_identity, check_rank, geometry_of
 from services.pool_manager.plan import Plan, to_proto
@@ -119,12 +120,33 @@ class Group:
             return
         try:
             geometry = geometry_of(self.identity)
-            self.plan = self.make_plan(geometry, self.identity, [load.room_bytes for load in loads])
+            self.plan = self.make_plan(geometry, self.identity, [self._room(one) for one in self.ranks()])
         except SetupError as error:
             self.end(error)
             return
         links = [load.link_address for load in loads]
         self.broadcast(pb.JoinResponse(lay_out=pb.LayOut(plan=to_proto(self.plan), link_addresses=links, epoch=self.epoch)))
+
+    def _room(self, member: Member) -> int:
+        """Bytes. Ranks of one host that each assumed half of its memory share that half. Raises SetupError if nothing is
+        left."""
+        loaded = member.loaded
+        assert loaded is not None
+        assumed = loaded.assumed_memory_bytes
+        sharers = [
+            one.rank
+            for one in self.ranks()
+            if one.hello.host == member.hello.host and one.loaded is not None and one.loaded.assumed_memory_bytes
+        ]
+        if not assumed or len(sharers) == 1:
+            return loaded.room_bytes
+        room = loaded.room_bytes - assumed + assumed // len(sharers)
+        if room <= 0:
+            raise SetupError(
+                f"ranks {', '.join(map(str, sharers))} share {format_bytes(assumed)} of {member.hello.host}, half of what it has "
+                f"available, and nothing of rank {member.rank}'s part is left after loading: state --memory on each"
+            )
+        return room
 
     def laid_out(self, member: Member) -> None:
         """A worker's arena and links are ready; the last one makes the group ready."""

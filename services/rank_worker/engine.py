@@ -129,14 +129,14 @@ class Engine:
         """Reads this rank's shard and tells the front what room is left. Raises SetupError."""
         settings, geometry = self._settings, self._geometry
         before = memory.resident_bytes()
-        budget = memory.default_budget() if settings.memory_bytes is None else settings.memory_bytes
+        assumed = 0 if settings.memory_bytes is not None else memory.default_budget()
         self._model = self._load_model()
         # Engines that are threads of one process each count what they added to it; another may have freed more meanwhile.
         resident = max(0, memory.resident_bytes() - (before if settings.transport == "inproc" else 0))
         spare = 2 * settings.page_rows * geometry.row_bytes(self._kv_dtype)
         first_lane = geometry.lane_fixed_bytes(settings.world, settings.rank, self._kernels.dtype)
-        room = memory.room(budget, resident, self._work_bytes(), first_lane, spare)
-        self._front.send(frames.Loaded(room, resident, self._exchange.address))
+        room = memory.room(settings.memory_bytes or assumed, resident, self._work_bytes(), first_lane, spare)
+        self._front.send(frames.Loaded(room, resident, self._exchange.address, assumed))
 
     def _load_model(self) -> Model:
         def progress(done: int, total: int) -> None:

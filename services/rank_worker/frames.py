@@ -133,6 +133,7 @@ class Loaded(_Frame):
     room_bytes: int
     resident_bytes: int
     link_address: bytes
+    assumed_memory_bytes: int = 0
 
 
 class Ready(_Frame):

@@ -184,7 +184,10 @@ class RankWorker:
         self._membership.send(
             pb.JoinRequest(
                 loaded=pb.Loaded(
-                    room_bytes=loaded.room_bytes, resident_bytes=loaded.resident_bytes, link_address=loaded.link_address
+                    room_bytes=loaded.room_bytes,
+                    resident_bytes=loaded.resident_bytes,
+                    link_address=loaded.link_address,
+                    assumed_memory_bytes=loaded.assumed_memory_bytes,
                 )
             )
         )

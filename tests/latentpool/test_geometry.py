@@ -112,6 +112,7 @@ def test_the_unusual_constants_of_shared_index():
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2 is not supported: at most 1 is served"),
         ({"linear_gate_lower_bound": None}, "gate_lower_bound = None is not supported"),
         ({"linear_gate_lower_bound": 1.0}, "gate_lower_bound = 1.0 is not supported"),
+        ({"linear_gate_lower_bound": -10.5}, "gate_lower_bound = -10.5 is not supported: a number from -10 to below 0"),
         ({"dtype": "float16"}, "dtype = 'float16' is not supported: bfloat16, float32 are served"),
         ({"linear_attn_config": None}, "linear_attn_config is missing"),
         ({"hidden_size": None}, "hidden_size = None: a whole number of at least 1 is needed"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from manager_fakes import GIB, identity
 from test_leases_machine import small_plan
 
@@ -51,6 +52,33 @@ class Stage:
 
     def join(self, rank: int, now: float) -> Any:
         return self.group.join(pb.Hello(rank=rank, identity=identity(), host=f"host{rank}"), self.ears[rank], now)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "assumed", "rooms"),
+    [
+        (("a", "b"), (10 * GIB, 10 * GIB), [9 * GIB, 8 * GIB]),  # a host each: nothing is shared
+        (("a", "a"), (10 * GIB, 10 * GIB), [4 * GIB, 3 * GIB]),  # half of what each assumed
+        (("a", "a"), (10 * GIB, 0), [9 * GIB, 8 * GIB]),  # one stated its memory: the other has all that is assumed
+    ],
+)
+def test_ranks_of_one_host_share_the_memory_they_assume(
+    hosts: tuple[str, str], assumed: tuple[int, int], rooms: list[int]
+) -> None:
+    stage = Stage()
+    for rank, host in enumerate(hosts):
+        member = stage.group.join(pb.Hello(rank=rank, identity=identity(), host=host), stage.ears[rank], 0.0)
+        stage.group.loaded(member, pb.Loaded(room_bytes=(9 - rank) * GIB, assumed_memory_bytes=assumed[rank]))
+    assert stage.rooms == [rooms]
+
+
+def test_a_share_of_assumed_memory_with_nothing_left_is_refused_with_numbers() -> None:
+    stage = Stage()
+    for rank in (0, 1):
+        member = stage.group.join(pb.Hello(rank=rank, identity=identity(), host="a"), stage.ears[rank], 0.0)
+        stage.group.loaded(member, pb.Loaded(room_bytes=GIB, assumed_memory_bytes=4 * GIB))
+    assert "ranks 0, 1 share 4.00 GiB of a, half of what it has available" in (stage.group.ended or "")
+    assert "state --memory on each" in (stage.group.ended or "")
 
 
 def test_states_on_the_road() -> None:
