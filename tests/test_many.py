@@ -28,7 +28,7 @@ MODEL, EXPECTED = oracle("long_kpool16")
 GEOMETRY = Geometry.from_file(MODEL)
 CONTEXT = 1728
 PAGE_ROWS = 64
-OTHER_WORLDS = [1, pytest.param(2), pytest.param(3, marks=pytest.mark.full)]
+WORLDS = [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)]
 
 
 def scripts(count: int, seed: int = 7, spread: float = 2.0, quick: bool = False) -> list[Script]:
@@ -112,7 +112,7 @@ async def break_streams(group: LocalGroup) -> None:
         group.workers[rank]._rounds._replace_stream(None, _RefusedError(grpc.StatusCode.UNAVAILABLE, "the test cut the line"))
 
 
-@pytest.mark.parametrize("world", OTHER_WORLDS)
+@pytest.mark.parametrize("world", WORLDS)
 async def test_forty_conversations_each_as_if_alone(world: int) -> None:
     """Random arrivals, lanes and chunk limits, cancels, slow readers, parking, broken streams: equal bits for each."""
     conversations = scripts(40)
@@ -158,7 +158,7 @@ async def company_of_one(
     return replies, record.rows
 
 
-@pytest.mark.parametrize("world", OTHER_WORLDS)
+@pytest.mark.parametrize("world", WORLDS)
 async def test_eight_lanes_outgrow_their_quota_together_and_all_finish(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight replies of 160 tokens after prompts with sparse rows, in a pool that holds four of them: some are parked in the
     middle of their reply, replayed, and all are done in the end, each as if alone."""

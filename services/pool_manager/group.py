@@ -143,8 +143,8 @@ class Group:
         room = loaded.room_bytes - assumed + assumed // len(sharers)
         if room <= 0:
             raise SetupError(
-                f"ranks {', '.join(map(str, sharers))} share {format_bytes(assumed)} of {member.hello.host}, half of what it has "
-                f"available, and nothing of rank {member.rank}'s part is left after loading: state --memory on each"
+                f"ranks {', '.join(map(str, sharers))} share {format_bytes(assumed)} of {member.hello.host}, half of what "
+                f"it has available, and nothing of rank {member.rank}'s part is left after loading: state --memory on each"
             )
         return room
 
