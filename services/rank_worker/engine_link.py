@@ -95,8 +95,8 @@ class _Thread:
             code = engine.serve(self._end, msgspec.json.decode(settings, type=engine.EngineSettings), self._exchange)
             self._verdict = f"ended with {code}"
         except Exception as error:
-            log.exception("engine failed", rank=self._exchange.rank)
             self._verdict = f"failed: {type(error).__name__}: {error}"
+            log.exception("engine failed", rank=self._exchange.rank)
         finally:
             # A shutdown, not only a close: the engine's reader may still hold the socket.
             with contextlib.suppress(OSError):
