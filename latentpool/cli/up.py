@@ -21,7 +21,7 @@ from latentpool.cli.options import takes
 from latentpool.cli.supervisor import Group, Log
 from latentpool.client import AdminClient
 from latentpool.config import Settings
-from latentpool.errors import LatentPoolError
+from latentpool.errors import ConfigError, LatentPoolError
 from latentpool.geometry import Geometry
 from latentpool.units import format_tokens
 from latentpool.v1 import plan_pb2, pool_admin_pb2
@@ -186,7 +186,10 @@ def child_log(console: Console, log_dir: Path | None) -> Iterator[Log]:
     if log_dir is None:
         yield lambda name, line: console.print(_readable(name, line, console.is_terminal), soft_wrap=True)
         return
-    log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--log-dir {log_dir}: {error.strerror}") from None
     with contextlib.ExitStack() as files:
         opened = {}
 

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -196,11 +197,13 @@ class Engine:
 
 def serve(sock: socket.socket, settings: EngineSettings, exchange: Exchange) -> int:
     """Runs an engine on `sock` until it ends; returns its exit code: 0 closed, 1 the front went away, 2 failed."""
-    return _serve(_Front(sock, threading.Event()), settings, exchange)
+    return _serve(_Front(sock, threading.Event()), settings, lambda: exchange)
 
 
-def _serve(front: _Front, settings: EngineSettings, exchange: Exchange) -> int:
+def _serve(front: _Front, settings: EngineSettings, make_exchange: Callable[[], Exchange]) -> int:
+    exchange: Exchange | None = None
     try:
+        exchange = make_exchange()
         return Engine(settings, exchange, front).run()
     except LatentPoolError as error:
         peer = error.rank if isinstance(error, LinkError) else None
@@ -209,7 +212,8 @@ def _serve(front: _Front, settings: EngineSettings, exchange: Exchange) -> int:
         failed = frames.Failed(f"the engine lost its front or a file: {error}", False)
     except MemoryError as error:
         failed = frames.Failed(f"out of memory: {error}; lower --memory", True)
-    exchange.abort()
+    if exchange is not None:
+        exchange.abort()
     try:
         front.send(failed)
     except OSError:
@@ -223,9 +227,13 @@ def main(arguments: list[str]) -> int:
     orphaned = threading.Event()
     front = _Front(socket.socket(fileno=int(arguments[1])), orphaned)
     threading.Thread(target=_end_with_front, args=(orphaned,), daemon=True).start()
-    from services.rank_worker.exchange import ucx
 
-    return _serve(front, settings, ucx.make(settings.rank, settings.world, settings.net_devices))
+    def make_exchange() -> Exchange:
+        from services.rank_worker.exchange import ucx
+
+        return ucx.make(settings.rank, settings.world, settings.net_devices)
+
+    return _serve(front, settings, make_exchange)
 
 
 def _end_with_front(orphaned: threading.Event) -> None:

@@ -222,3 +222,10 @@ def test_a_rank_that_cannot_load_ends_the_group_and_is_named(tmp_path, stopping)
     assert "model.safetensors: truncated" in said(tmp_path)
     assert_gone(members)
     assert {path.name for path in (tmp_path / "logs").iterdir()} >= {"rank-0.log", "pool-manager.log"}
+
+
+def test_a_log_directory_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "taken").touch()
+    process = start_up(tmp_path, "--log-dir", "taken")
+    assert process.wait(60) == 2
+    assert said(tmp_path) == "latentpool: --log-dir taken: File exists\n"

@@ -185,3 +185,17 @@ def test_the_child_process_speaks_the_same_frames_and_dies_with_its_front() -> N
     finally:
         child.kill()
         child.wait()
+
+
+def test_a_network_device_that_is_not_there_is_told_to_the_front() -> None:
+    ours, theirs = socket.socketpair()
+    wrong = msgspec.json.encode(settings(net_devices="absent0", transport="ucx")).decode()
+    module = "services.rank_worker.engine"
+    with theirs:
+        child = subprocess.Popen([sys.executable, "-m", module, wrong, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    front = Front(ours)
+    failed = front.expect(frames.Failed)
+    assert "network device 'absent0' for the link: this host has" in failed.message
+    assert failed.setup
+    assert child.wait(30) == 2
+    front.close()
