@@ -9,6 +9,7 @@ from latentpool.errors import RequestError
 from latentpool.v1 import router_pb2
 
 MAX_TEMPERATURE = 100.0
+MIN_TEMPERATURE = 1e-300  # logits divided by less overflow, and what is drawn would mean nothing
 MAX_TOP_K = 1024
 MAX_SEED = 2**64 - 1
 MAX_STOPS = 16
@@ -45,6 +46,8 @@ class Sampling:
         """Raises RequestError naming the first field whose value is not allowed for a vocabulary of `vocab` ids."""
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE):
             raise _refusal("temperature", f"{self.temperature}: a finite number from 0 (greedy) to {MAX_TEMPERATURE:g}")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise _refusal("temperature", f"{self.temperature}: at least {MIN_TEMPERATURE:g} where it is not 0 (greedy)")
         if not 0 <= self.top_k <= MAX_TOP_K:
             raise _refusal("top_k", f"{self.top_k}: 0 (all) to {MAX_TOP_K}")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:

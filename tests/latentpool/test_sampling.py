@@ -29,6 +29,7 @@ def test_allowed_values_pass_and_survive_the_message(values: dict) -> None:
     ("field", "value", "words"),
     [
         ("temperature", -1e-9, "temperature = -1e-09: a finite number from 0 (greedy) to 100"),
+        ("temperature", 5e-324, "temperature = 5e-324: at least 1e-300 where it is not 0 (greedy)"),
         ("temperature", 100.5, "temperature = 100.5: a finite number from 0 (greedy) to 100"),
         ("temperature", float("inf"), "temperature = inf: a finite number from 0 (greedy) to 100"),
         ("temperature", float("nan"), "temperature = nan: a finite number from 0 (greedy) to 100"),
