@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +23,8 @@ _CELLS = 64
 """Cells of a line of the picture."""
 _LINES = 8
 """Lines of a residue at most: in a larger pool a cell stands for several pages."""
+_WIDEST = 1_000
+"""Columns of a table at most."""
 _LOOKS: dict[int, tuple[str, str, str]] = {
     pb.PAGE_KIND_FREE: ("·", "dim", "free"),
     pb.PAGE_KIND_LIVE: ("█", "", "live"),
@@ -142,7 +145,11 @@ def conversations(settings: Settings, json: Json = False) -> None:
             f"{entry.quota:,}",
             f"{entry.age_seconds:.1f} s",
         )
-    Console().print(table if listed else "no conversation runs or waits")
+    console = Console()
+    if listed:
+        _show(console, table)
+    else:
+        console.print("no conversation runs or waits")
 
 
 @takes("manager")
@@ -171,7 +178,7 @@ def ranks(settings: Settings, json: Json = False) -> None:
             "" if absent else f"{entry.heartbeat_age_seconds:.1f} s ago",
         )
     console = Console()
-    console.print(table)
+    _show(console, table)
     router = f"router {reply.router}" if reply.router else "no router"
     console.print(f"group: {reply.group_state}; epoch {reply.epoch}, term {reply.term}; {router}", highlight=False)
 
@@ -181,3 +188,9 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, no_wrap=True)
     return table
+
+
+def _show(console: Console, table: Table) -> None:
+    """Prints every cell whole: where the terminal is too narrow its own line breaks are better than lost words."""
+    needed = Measurement.get(console, console.options.update(width=_WIDEST), table).maximum
+    Console(width=max(needed, console.width)).print(table)

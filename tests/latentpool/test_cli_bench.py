@@ -250,7 +250,8 @@ def test_ctrl_c_reports_what_there_is(monkeypatch, tmp_path):
 
 
 def test_a_group_of_which_no_request_finishes_fails(tmp_path):
-    result = run(*SMALL, "--ranks", "1", "--requests", "1", "--reply-tokens", "200", "--spread", "0", "--seconds", "0.1")
+    lengths = ("--prompt-tokens", "8", "--reply-tokens", "240", "--spread", "0")  # a longer prompt leaves no room to reply
+    result = run(*SMALL, "--ranks", "1", "--requests", "1", *lengths, "--seconds", "0.1")
     assert result.exit_code == 1
     assert "1 cut off" in result.stdout
 
