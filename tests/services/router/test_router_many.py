@@ -134,6 +134,7 @@ async def test_a_replay_that_differs_ends_with_data_loss() -> None:
     async with Rig(2, lanes=2, context=1024, pages=12) as rig:
         for worker in rig.workers:
             worker.forget = True
+            worker.pause = 0.001  # or the first may be over before the second needs its pages
         await rig.client.wait_ready(10)
         old, old_events = start(rig, PROMPT, longer(400))
         await rig.until(lambda: chunks(old_events), "the first does not run")
