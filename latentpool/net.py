@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +67,10 @@ def bind(grpc_server: grpc.aio.Server, address: str, service: str) -> str:
 def is_loopback(address: str) -> bool:
     """Whether host:port names this machine's loopback."""
     host = address.rpartition(":")[0].strip("[]")
-    return host == "localhost" or host == "::1" or host.startswith("127.")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name, which may begin with "127." too
+        return False
 
 
 def check_secret(secret: bytes, addresses: Sequence[str], service: str) -> None:
