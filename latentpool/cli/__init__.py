@@ -1,6 +1,10 @@
 """The command line. `latentpool --help` teaches it; each command group is one file here."""
 
+import os
 import sys
+
+# gRPC's own log lines ("Got goaway ...") are of no use to who runs a command; set before it is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ app = typer.Typer(
 
 @app.callback()
 def latentpool() -> None:
-    """Serves GLM-5.3-Flash on 2 to 8 ranks whose memory is one pool of latent pages.
+    """Serves GLM-5.3-Flash on 1 to 8 ranks whose memory is one pool of latent pages.
 
     \b
     latentpool demo                              two ranks on this machine, one reply

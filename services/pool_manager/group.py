@@ -62,6 +62,11 @@ class Group:
     plan: Plan | None = None
     first: Member | None = None
     ended: str | None = None
+    ticked: float = field(init=False)
+    """When it last looked at who is silent."""
+
+    def __post_init__(self) -> None:
+        self.ticked = self.started
 
     # ---- asking ------------------------------------------------------------------------------------------------
 
@@ -174,7 +179,13 @@ class Group:
     # ---- time ----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Ends the group where a worker never joined or has been silent for too long."""
+        """Ends the group where a worker never joined or has been silent for too long. A manager that slept itself (stopped, or
+        its machine suspended) has not listened: everybody gets that time back."""
+        slept, self.ticked = now - self.ticked, now
+        if slept > self.dead_after / 2:
+            log.warning("this manager was stopped for a while", seconds=round(slept, 1))
+            for member in self.ranks():
+                member.seen = max(member.seen, now - SUSPECTED_AFTER)
         missing = [rank for rank in range(self.world) if rank not in self.members]
         if missing and now - self.started > self.join_timeout:
             joined = ", ".join(map(str, sorted(self.members))) or "none"

@@ -251,7 +251,8 @@ def _refusal(sizes: _Sizes, mode: Mode, context: int, lanes: int) -> str:
     rank = sizes.tightest(mode, context, lanes)
     largest_lanes = _largest(lanes - 1, lambda count: sizes.fits(mode, context, count))
     largest_pages = _largest(context // sizes.page_rows, lambda count: sizes.fits(mode, count * sizes.page_rows, lanes))
-    advice = f"serve --parallel {largest_lanes}, or lower --context" if largest_lanes else "lower --context"
+    ways = [f"serve --parallel {largest_lanes}"] * bool(largest_lanes) + ["lower --context"] * bool(largest_pages)
+    advice = ", or ".join(ways) or "give it more memory"
     parts = [f"{_shortage(sizes, mode, context, lanes, rank)}: {advice}"]
     if len(set(zip(sizes.room, sizes.fixed, strict=True))) > 1:
         parts.append(f"rank {rank} has the least room")

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from latentpool.errors import ConfigError
-
-_GIB = 1 << 30
+from latentpool.units import format_bytes
 
 
 def resident_bytes() -> int:
@@ -24,14 +23,21 @@ def default_budget() -> int:
     raise ConfigError("/proc/meminfo has no MemAvailable: set --memory")
 
 
+def host_bytes() -> int:
+    """Memory of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def room(budget: int, resident: int, work: int, first_lane: int, spare_pages: int) -> int:
     """Bytes of `budget` left after what is resident, work and link buffers, the first lane's fixed part, and the null and
-    discard pages. Raises ConfigError with the numbers if nothing is left."""
+    discard pages. Raises ConfigError with the numbers if nothing is left, or the host has not so much."""
+    if budget > host_bytes():
+        raise ConfigError(f"--memory {format_bytes(budget)} is more than this host has: {format_bytes(host_bytes())}")
     left = budget - resident - work - first_lane - spare_pages
     if left <= 0:
         raise ConfigError(
-            f"--memory {budget / _GIB:.2f} GiB is too little: {resident / _GIB:.2f} GiB resident after loading, "
-            f"{work / _GIB:.2f} GiB work and link buffers, {first_lane / _GIB:.2f} GiB for the first lane, "
-            f"{spare_pages / _GIB:.2f} GiB for two spare pages"
+            f"--memory {format_bytes(budget)} is too little: {format_bytes(resident)} resident after loading, "
+            f"{format_bytes(work)} work and link buffers, {format_bytes(first_lane)} for the first lane, "
+            f"{format_bytes(spare_pages)} for two spare pages"
         )
     return left

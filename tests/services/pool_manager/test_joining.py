@@ -107,14 +107,32 @@ def test_silence_is_suspected_after_3_s_and_dead_only_after_dead_after() -> None
     assert stage.group.state_of(0, 103.0) == "loading"
     assert stage.group.state_of(0, 103.1) == "suspected"
     one.seen = 120.0
-    stage.group.tick(130.0)
+    for now in (110.0, 120.0, 130.0):
+        stage.group.tick(now)
     assert stage.ends == []
     zero.seen = 130.0
     assert stage.group.state_of(0, 131.0) == "loading"
+    stage.group.tick(140.0)
+    assert stage.ends == []
     stage.group.tick(150.1)
     error, reason = stage.ends[0]
     assert isinstance(error, EpochError)
     assert reason == str(error) == "rank 1 on host1 has been silent for 30 s (--dead-after)"
+
+
+def test_a_manager_that_slept_blames_nobody_for_it() -> None:
+    """Stopped for a minute, it heard no heartbeat: it waits for one before it judges."""
+    stage = Stage()
+    zero, one = stage.join(0, now=100.0), stage.join(1, now=100.0)
+    stage.group.tick(101.0)
+    stage.group.tick(161.0)
+    assert stage.ends == []
+    zero.seen = 162.0
+    for now in (171.0, 181.0):
+        stage.group.tick(now)
+    assert (stage.ends, one.seen) == ([], 158.0)
+    stage.group.tick(188.1)
+    assert stage.ends[0][1] == "rank 1 on host1 has been silent for 30 s (--dead-after)"
 
 
 def test_nobody_joined() -> None:

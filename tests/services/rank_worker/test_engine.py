@@ -134,7 +134,8 @@ def test_a_broken_round_is_the_last(engine: Thread) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"memory_bytes": 1 << 20}, "--memory 0.00 GiB is too little"),
+        ({"memory_bytes": 1 << 20}, "--memory 1.00 MiB is too little"),
+        ({"memory_bytes": 1 << 50}, "--memory 1024.00 TiB is more than this host has"),
         ({"page_rows": 100}, "--page-rows 100: 64, 128, 256 or 512"),
         ({"chunk_rows": 100}, "--chunk-rows 100: a multiple of 64"),
         ({"world": 5}, "5 ranks is more than num_attention_heads = 4"),
