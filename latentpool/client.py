@@ -133,8 +133,10 @@ class Client(_Caller):
 
     async def _stream(self, call: Any) -> AsyncGenerator[Any, None]:
         try:
-            async for response in call:
-                yield response
+            # a call whose iterator is not closed holds itself, and its connection, until garbage is collected
+            async with aclosing(aiter(call)) as responses:
+                async for response in responses:
+                    yield response
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         finally:

@@ -15,7 +15,17 @@ from latentpool.config import Settings
 from latentpool.errors import ConfigError
 from latentpool.service import Service, run
 
-ROUTER = ("manager", "router_bind", "secret_file", "model", "chunk_rows", "take_over", "max_waiting", "log_level")
+ROUTER = (
+    "manager",
+    "router_bind",
+    "secret_file",
+    "model",
+    "chunk_rows",
+    "take_over",
+    "max_waiting",
+    "dead_after",
+    "log_level",
+)
 MANAGER = (
     "ranks",
     "manager_bind",
@@ -73,6 +83,7 @@ def router(settings: Settings) -> None:
                 chunk_rows=settings.chunk_rows,
                 take_over=settings.take_over,
                 max_waiting=settings.max_waiting,
+                dead_after=settings.dead_after,
             )
         )
     )

@@ -31,11 +31,13 @@ Log = Callable[[str, str], None]
 
 @dataclass
 class Child:
-    """One service process, in a process group of its own so that a terminal's Ctrl-C reaches only the parent."""
+    """One service process, in a process group of its own so that a terminal's Ctrl-C reaches only the parent. `module`: what is
+    run with the arguments."""
 
     name: str
     arguments: list[str]
     log: Log
+    module: str = "latentpool.cli"
     process: asyncio.subprocess.Process | None = None
     lines: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=200))
     reader: asyncio.Task[None] | None = None
@@ -44,7 +46,7 @@ class Child:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "latentpool.cli",
+            self.module,
             *self.arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,

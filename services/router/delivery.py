@@ -37,7 +37,8 @@ class Mailbox:
     """Events of one stream, in order. Progress replaces undelivered progress of its kind since the last tokens, and tokens join
     undelivered tokens, so a slow reader gets fewer, larger messages. `wake` is called when a full mailbox was drained.
 
-    What it holds is bounded: payload by LIMIT_BYTES and one round's events, and at most two progress events between others."""
+    What it holds is bounded: payload by LIMIT_BYTES and the events of the rounds (two at most) that were in flight when it
+    became full, and at most two progress events between others."""
 
     def __init__(self, wake: asyncio.Event) -> None:
         self._events: deque[Event] = deque()
@@ -48,7 +49,7 @@ class Mailbox:
 
     @property
     def full(self) -> bool:
-        """Whether the conversation must stop producing. One round's events are taken in all the same."""
+        """Whether the conversation must stop producing. Events of rounds in flight are taken in all the same."""
         return self._bytes >= LIMIT_BYTES
 
     @property

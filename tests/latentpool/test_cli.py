@@ -5,6 +5,7 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
+from latentpool.cli import services
 from latentpool.cli.app import app
 from latentpool.cli.pool import picture
 from latentpool.cli.talk import read_prompt
@@ -165,3 +166,12 @@ def test_beyond_loopback_a_secret_is_needed():
     result = run("pool-manager", "--state-dir", "state", "--manager-bind", "0.0.0.0:0")
     assert result.exit_code == 2
     assert "set --secret-file" in result.stderr
+
+
+@pytest.mark.parametrize("command", [("router",), ("pool-manager",), ("rank-worker", "--model", "DIR", "--rank", "0")])
+def test_every_service_takes_dead_after(command, monkeypatch):
+    made = []
+    monkeypatch.setattr(services, "_run", made.append)
+    assert run(*command, "--dead-after", "7").exit_code == 0
+    settings = made[0].settings if command == ("router",) else made[0]._settings
+    assert settings.dead_after == 7

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from latentpool import net
@@ -159,3 +162,29 @@ async def test_the_admin_client_reads_the_managers_calls(served: tuple[Service, 
         assert await admin.check_integrity() == ["page 3"]
         with pytest.raises(LatentPoolError, match="not implemented"):
             await admin.get_ranks()
+
+
+async def test_a_stream_left_in_its_middle_keeps_no_connection(served: tuple[Service, str]) -> None:
+    """Closing the client closes its connection at once, not when garbage is collected."""
+    service, address = served
+    process = psutil.Process()
+    service.hang = True
+
+    async def leave() -> None:
+        async with Client(address) as client, aclosing(client.generate([1])) as stream:
+            await anext(stream)
+
+    await leave()  # what gRPC makes once
+    gc.collect()
+    before = process.num_fds()
+    gc.disable()
+    try:
+        for _ in range(5):
+            await leave()
+        for _ in range(100):
+            if process.num_fds() <= before:
+                break
+            await asyncio.sleep(0.02)
+        assert process.num_fds() <= before
+    finally:
+        gc.enable()
