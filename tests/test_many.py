@@ -24,6 +24,8 @@ from services.rank_worker.round_stream import _RefusedError
 from services.router import loop
 from services.router.counters import Counters
 
+pytestmark = pytest.mark.timeout(400)
+
 MODEL, EXPECTED = oracle("long_kpool16")
 GEOMETRY = Geometry.from_file(MODEL)
 CONTEXT = 1728
