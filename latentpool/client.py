@@ -58,6 +58,8 @@ class _Caller:
 
     def _error(self, error: grpc.aio.AioRpcError) -> LatentPoolError:
         details = error.details() or error.code().name
+        if error.code() is grpc.StatusCode.UNAVAILABLE and not _particulars(error):
+            details = f"{self.address}: {details}"  # words of the connection, which do not say whose
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return LatentPoolError(f"{self.address} did not answer in the time given")
         kind = _ERRORS.get(error.code(), LatentPoolError)

@@ -86,9 +86,11 @@ class Child:
         if self.process is None:
             return
         if self.process.returncode is None:
-            self.process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGTERM)  # not terminate(): it polls, and may reap before asyncio does
             try:
-                await asyncio.wait_for(self.process.wait(), _GRACE)
+                async with asyncio.timeout(_GRACE):
+                    await self.process.wait()
             except TimeoutError:
                 self.log(self.name, f"did not stop within {_GRACE:g} s and is killed")
         self.kill()
@@ -156,6 +158,8 @@ class Group:
         finally:
             for task in tasks:
                 task.cancel()
+        told = {f"{child}: {why}" for why, who in names.items() for child in who}
+        names = {why: who for why, who in names.items() if why not in told} or names  # what another passed on is said once
         return EpochError("\n".join(f"{', '.join(who)}: {why}" for why, who in names.items()))
 
     async def stop(self) -> None:

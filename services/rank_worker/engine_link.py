@@ -173,7 +173,7 @@ class EngineLink:
             if within > 0 and self._writer is not None and not self._writer.is_closing():
                 self._writer.write(frames.encode(frames.Close()))
                 await self._wait_dead(within)
-            if self._body.alive():
+            if within and self._body.alive():
                 log.warning("engine is ended by force", engine=self._name, after_seconds=within)
         if self._writer is not None:
             self._writer.transport.abort()  # a thread engine ends at the socket's end
