@@ -33,7 +33,7 @@ PAGES, LANES, PAGE_ROWS, CONTEXT = 8, 6, 64, 256
 PARK_EVERY = 16
 """Rounds after which one is parked, as the manager would, beside those for which there is a need."""
 FREED_WITHIN = 1.0
-"""Seconds after the rounds that were in flight (issue and design: cancel and deadline free everything)."""
+"""Seconds after the rounds that were in flight (design section 10: cancel and deadline free everything)."""
 
 
 STAGES = (
