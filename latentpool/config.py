@@ -178,7 +178,9 @@ class Settings:
         "new", _choice("new", "stated"), "Order in which room is given out; stated is the older one, to compare."
     )
     page_rows: int = _setting(
-        512, Kind(_parse_page_rows, "64, 128, 256 or 512", "64..512"), "Rows of a page: 64, 128, 256 or 512; small models set less."
+        512,
+        Kind(_parse_page_rows, "64, 128, 256 or 512", "64..512"),
+        "Rows of a page: 64, 128, 256 or 512; small models set less.",
     )
     room: int | None = _setting(None, _BYTES, "What a rank has left after weights, work buffers, links and the first lane.")
     fixed: int | None = _setting(None, _BYTES, "What a lane needs at any length; by default computed from the model.")
@@ -204,7 +206,9 @@ class Settings:
     transport: Literal["ucx", "inproc"] = _setting("ucx", _choice("ucx", "inproc"), "Data plane between engines.")
     net_devices: str = _setting("lo", _TEXT, "Network device of the data plane.")
     chunk_rows: int = _setting(
-        2048, Kind(_parse_chunk_rows, "a multiple of 64 from 64 to 65536", "N"), "Most prompt rows that a round computes, a multiple of 64."
+        2048,
+        Kind(_parse_chunk_rows, "a multiple of 64 from 64 to 65536", "N"),
+        "Most prompt rows that a round computes, a multiple of 64.",
     )
     max_waiting: int = _setting(256, _whole(1), "Conversations that may wait for a lane.")
     take_over: bool = _setting(False, _BOOL, "End the session of the router that serves this group, and take its place.")
