@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 
 import structlog
+
+
+class _Stderr:
+    """Prints lines to this process's stderr. A service whose terminal or parent is gone stops in good order all the same: a
+    line that nobody can read is dropped."""
+
+    def msg(self, message: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(message, file=sys.stderr, flush=True)
+
+    log = debug = info = warn = warning = error = critical = exception = msg
 
 
 def configure(level: str = "info", **context: object) -> None:
@@ -22,7 +34,7 @@ def configure(level: str = "info", **context: object) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: _Stderr(),
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(**context)
