@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import oracle
+from many import settled
 
 from latentpool.cli.group import LocalGroup
-from latentpool.client import AdminClient
 from latentpool.errors import EpochError
 from latentpool.sampling import Sampling
 from latentpool.v1 import rank_worker_pb2, router_pb2
@@ -36,18 +36,6 @@ async def reply(
     raise AssertionError("a stream without completion")
 
 
-async def whole(group: LocalGroup) -> None:
-    """Every page is back and the books are whole."""
-    async with AdminClient(group.manager.address) as admin:
-        for _ in range(50):
-            pages = await admin.list_pages()
-            if pages.free == pages.pages:
-                break
-            await asyncio.sleep(0.05)
-        assert pages.free == pages.pages
-        assert await admin.check_integrity() == []
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("kv_pages", ["on", "off"])
 async def test_replies_are_the_references_and_everything_comes_back(world: int, kv_pages: Any) -> None:
@@ -59,7 +47,7 @@ async def test_replies_are_the_references_and_everything_comes_back(world: int, 
         crowd = await asyncio.gather(*(reply(group, PROMPT[i:] if i else PROMPT) for i in range(7)))
         assert crowd[0][0] == GREEDY
         assert crowd[0][1].receipt == completion.receipt
-        await whole(group)
+        await settled(group)
 
 
 async def _round_digests(monkeypatch: pytest.MonkeyPatch, transport: Any) -> tuple[list[int], list[int], list[int | None]]:

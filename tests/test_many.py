@@ -172,8 +172,8 @@ async def test_eight_lanes_outgrow_their_quota_together_and_all_finish(world: in
     reference, rows = await alone(world, conversations)
     replies, record, counters = await company(world, conversations, pages=24, parallel=8, headroom=1, context=448)
     compare(conversations, replies, record.rows, reference, rows)
-    assert counters.parked >= 1
-    assert counters.replayed_tokens > 0
+    assert counters.parked >= 3
+    assert counters.replayed_tokens > 30
     assert record.again >= world * counters.replayed_tokens  # drawn from again, and equal; rows in flight when parked too
     assert sum(reply.completion.usage.parked for reply in replies.values() if reply.completion) == counters.parked
 
