@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from latentpool.v1 import plan_pb2 as _plan_pb2
+from latentpool.v1 import rank_worker_pb2 as _rank_worker_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -54,12 +55,20 @@ class _ConversationStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Con
     CONVERSATION_STATE_UNSPECIFIED: _ConversationState.ValueType  # 0
     CONVERSATION_STATE_WAITING: _ConversationState.ValueType  # 1
     CONVERSATION_STATE_RUNNING: _ConversationState.ValueType  # 2
+    CONVERSATION_STATE_PARKING: _ConversationState.ValueType  # 3
+    """It gives its pages to others, and will come back."""
+    CONVERSATION_STATE_CARRYING: _ConversationState.ValueType  # 4
+    """Its rows are on their way to another owner."""
 
 class ConversationState(_ConversationState, metaclass=_ConversationStateEnumTypeWrapper): ...
 
 CONVERSATION_STATE_UNSPECIFIED: ConversationState.ValueType  # 0
 CONVERSATION_STATE_WAITING: ConversationState.ValueType  # 1
 CONVERSATION_STATE_RUNNING: ConversationState.ValueType  # 2
+CONVERSATION_STATE_PARKING: ConversationState.ValueType  # 3
+"""It gives its pages to others, and will come back."""
+CONVERSATION_STATE_CARRYING: ConversationState.ValueType  # 4
+"""Its rows are on their way to another owner."""
 Global___ConversationState: _TypeAlias = ConversationState  # noqa: Y015
 
 @_typing.final
@@ -212,6 +221,8 @@ class ConversationInfo(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     QUOTA_FIELD_NUMBER: _builtins.int
     AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    BORROWED_FIELD_NUMBER: _builtins.int
+    CARRIED_TO_FIELD_NUMBER: _builtins.int
     conversation: _builtins.int
     request_id: _builtins.str
     state: Global___ConversationState.ValueType
@@ -221,6 +232,10 @@ class ConversationInfo(_message.Message):
     pages: _builtins.int
     quota: _builtins.int
     age_seconds: _builtins.float
+    borrowed: _builtins.int
+    """Pages of other owners that it borrows for its fill."""
+    carried_to: _builtins.int
+    """Where it is being carried to."""
     def __init__(
         self,
         *,
@@ -233,13 +248,20 @@ class ConversationInfo(_message.Message):
         pages: _builtins.int = ...,
         quota: _builtins.int = ...,
         age_seconds: _builtins.float = ...,
+        borrowed: _builtins.int = ...,
+        carried_to: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "owner", b"owner"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_carried_to", b"_carried_to", "_owner", b"_owner", "carried_to", b"carried_to", "owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "age_seconds", b"age_seconds", "conversation", b"conversation", "lane", b"lane", "owner", b"owner", "pages", b"pages", "prompt_tokens", b"prompt_tokens", "quota", b"quota", "request_id", b"request_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_carried_to", b"_carried_to", "_owner", b"_owner", "age_seconds", b"age_seconds", "borrowed", b"borrowed", "carried_to", b"carried_to", "conversation", b"conversation", "lane", b"lane", "owner", b"owner", "pages", b"pages", "prompt_tokens", b"prompt_tokens", "quota", b"quota", "request_id", b"request_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__carried_to: _TypeAlias = _typing.Literal["carried_to"]  # noqa: Y015
+    _WhichOneofArgType__carried_to: _TypeAlias = _typing.Literal["_carried_to", b"_carried_to"]  # noqa: Y015
     _WhichOneofReturnType__owner: _TypeAlias = _typing.Literal["owner"]  # noqa: Y015
     _WhichOneofArgType__owner: _TypeAlias = _typing.Literal["_owner", b"_owner"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__carried_to) -> _WhichOneofReturnType__carried_to | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__owner) -> _WhichOneofReturnType__owner | None: ...
 
 Global___ConversationInfo: _TypeAlias = ConversationInfo  # noqa: Y015
@@ -293,6 +315,7 @@ class RankInfo(_message.Message):
     ROOM_BYTES_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_SECONDS_FIELD_NUMBER: _builtins.int
     ENGINE_PROGRESS_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     state: _builtins.str
     """absent | loading | loaded | ready | suspected"""
@@ -304,6 +327,10 @@ class RankInfo(_message.Message):
     room_bytes: _builtins.int
     heartbeat_age_seconds: _builtins.float
     engine_progress: _builtins.int
+    @_builtins.property
+    def sent(self) -> _rank_worker_pb2.LinkBytes:
+        """Since the group is ready."""
+
     def __init__(
         self,
         *,
@@ -317,10 +344,11 @@ class RankInfo(_message.Message):
         room_bytes: _builtins.int = ...,
         heartbeat_age_seconds: _builtins.float = ...,
         engine_progress: _builtins.int = ...,
+        sent: _rank_worker_pb2.LinkBytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sent", b"sent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_progress", b"engine_progress", "heartbeat_age_seconds", b"heartbeat_age_seconds", "host", b"host", "loaded_bytes", b"loaded_bytes", "rank", b"rank", "resident_bytes", b"resident_bytes", "room_bytes", b"room_bytes", "state", b"state", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_progress", b"engine_progress", "heartbeat_age_seconds", b"heartbeat_age_seconds", "host", b"host", "loaded_bytes", b"loaded_bytes", "rank", b"rank", "resident_bytes", b"resident_bytes", "room_bytes", b"room_bytes", "sent", b"sent", "state", b"state", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,3 +429,57 @@ class CheckIntegrityResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckIntegrityResponse: _TypeAlias = CheckIntegrityResponse  # noqa: Y015
+
+@_typing.final
+class CarryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    conversation: _builtins.int
+    owner: _builtins.int
+    """Absent: the rank with most free pages that is not its owner."""
+    def __init__(
+        self,
+        *,
+        conversation: _builtins.int = ...,
+        owner: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "owner", b"owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "conversation", b"conversation", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__owner: _TypeAlias = _typing.Literal["owner"]  # noqa: Y015
+    _WhichOneofArgType__owner: _TypeAlias = _typing.Literal["_owner", b"_owner"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__owner) -> _WhichOneofReturnType__owner | None: ...
+
+Global___CarryRequest: _TypeAlias = CarryRequest  # noqa: Y015
+
+@_typing.final
+class CarryResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_OWNER_FIELD_NUMBER: _builtins.int
+    TO_OWNER_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    from_owner: _builtins.int
+    to_owner: _builtins.int
+    pages: _builtins.int
+    """Pages that it had when it left."""
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        from_owner: _builtins.int = ...,
+        to_owner: _builtins.int = ...,
+        pages: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_owner", b"from_owner", "pages", b"pages", "seconds", b"seconds", "to_owner", b"to_owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CarryResponse: _TypeAlias = CarryResponse  # noqa: Y015

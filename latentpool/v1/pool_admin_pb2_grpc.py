@@ -59,6 +59,11 @@ class PoolAdminStub:
                 request_serializer=latentpool_dot_v1_dot_pool__admin__pb2.CheckIntegrityRequest.SerializeToString,
                 response_deserializer=latentpool_dot_v1_dot_pool__admin__pb2.CheckIntegrityResponse.FromString,
                 _registered_method=True)
+        self.Carry = channel.unary_unary(
+                '/latentpool.v1.PoolAdmin/Carry',
+                request_serializer=latentpool_dot_v1_dot_pool__admin__pb2.CarryRequest.SerializeToString,
+                response_deserializer=latentpool_dot_v1_dot_pool__admin__pb2.CarryResponse.FromString,
+                _registered_method=True)
 
 
 class PoolAdminServicer:
@@ -95,6 +100,13 @@ class PoolAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Carry(self, request, context):
+        """Moves a running conversation to another owner, and answers once it is there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -122,6 +134,11 @@ def add_PoolAdminServicer_to_server(servicer, server):
                     servicer.CheckIntegrity,
                     request_deserializer=latentpool_dot_v1_dot_pool__admin__pb2.CheckIntegrityRequest.FromString,
                     response_serializer=latentpool_dot_v1_dot_pool__admin__pb2.CheckIntegrityResponse.SerializeToString,
+            ),
+            'Carry': grpc.unary_unary_rpc_method_handler(
+                    servicer.Carry,
+                    request_deserializer=latentpool_dot_v1_dot_pool__admin__pb2.CarryRequest.FromString,
+                    response_serializer=latentpool_dot_v1_dot_pool__admin__pb2.CarryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -259,6 +276,33 @@ class PoolAdmin:
             '/latentpool.v1.PoolAdmin/CheckIntegrity',
             latentpool_dot_v1_dot_pool__admin__pb2.CheckIntegrityRequest.SerializeToString,
             latentpool_dot_v1_dot_pool__admin__pb2.CheckIntegrityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Carry(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/latentpool.v1.PoolAdmin/Carry',
+            latentpool_dot_v1_dot_pool__admin__pb2.CarryRequest.SerializeToString,
+            latentpool_dot_v1_dot_pool__admin__pb2.CarryResponse.FromString,
             options,
             channel_credentials,
             insecure,

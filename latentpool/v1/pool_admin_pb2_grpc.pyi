@@ -37,6 +37,8 @@ class PoolAdminStub:
     GetRanks: _grpc.UnaryUnaryMultiCallable[_pool_admin_pb2.GetRanksRequest, _pool_admin_pb2.GetRanksResponse]
     CheckIntegrity: _grpc.UnaryUnaryMultiCallable[_pool_admin_pb2.CheckIntegrityRequest, _pool_admin_pb2.CheckIntegrityResponse]
     """Proves the books: every id is free, leased or fenced exactly as the refcounts say."""
+    Carry: _grpc.UnaryUnaryMultiCallable[_pool_admin_pb2.CarryRequest, _pool_admin_pb2.CarryResponse]
+    """Moves a running conversation to another owner, and answers once it is there."""
 
 @_typing.type_check_only
 class PoolAdminAsyncStub(PoolAdminStub):
@@ -47,6 +49,8 @@ class PoolAdminAsyncStub(PoolAdminStub):
     GetRanks: _aio.UnaryUnaryMultiCallable[_pool_admin_pb2.GetRanksRequest, _pool_admin_pb2.GetRanksResponse]  # type: ignore[assignment]
     CheckIntegrity: _aio.UnaryUnaryMultiCallable[_pool_admin_pb2.CheckIntegrityRequest, _pool_admin_pb2.CheckIntegrityResponse]  # type: ignore[assignment]
     """Proves the books: every id is free, leased or fenced exactly as the refcounts say."""
+    Carry: _aio.UnaryUnaryMultiCallable[_pool_admin_pb2.CarryRequest, _pool_admin_pb2.CarryResponse]  # type: ignore[assignment]
+    """Moves a running conversation to another owner, and answers once it is there."""
 
 class PoolAdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -84,5 +88,13 @@ class PoolAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pool_admin_pb2.CheckIntegrityResponse, _abc.Awaitable[_pool_admin_pb2.CheckIntegrityResponse]]:
         """Proves the books: every id is free, leased or fenced exactly as the refcounts say."""
+
+    @_abc_1.abstractmethod
+    def Carry(
+        self,
+        request: _pool_admin_pb2.CarryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_admin_pb2.CarryResponse, _abc.Awaitable[_pool_admin_pb2.CarryResponse]]:
+        """Moves a running conversation to another owner, and answers once it is there."""
 
 def add_PoolAdminServicer_to_server(servicer: PoolAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

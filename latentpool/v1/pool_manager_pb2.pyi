@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from latentpool.v1 import plan_pb2 as _plan_pb2
+from latentpool.v1 import rank_worker_pb2 as _rank_worker_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -309,12 +310,15 @@ class Heartbeat(_message.Message):
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
     engine_progress: _builtins.int
     """Grows while the engine works; says nothing else."""
     loaded_bytes: _builtins.int
     total_bytes: _builtins.int
     resident_bytes: _builtins.int
     state: _builtins.str
+    @_builtins.property
+    def sent(self) -> _rank_worker_pb2.LinkBytes: ...
     def __init__(
         self,
         *,
@@ -323,10 +327,11 @@ class Heartbeat(_message.Message):
         total_bytes: _builtins.int = ...,
         resident_bytes: _builtins.int = ...,
         state: _builtins.str = ...,
+        sent: _rank_worker_pb2.LinkBytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sent", b"sent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_progress", b"engine_progress", "loaded_bytes", b"loaded_bytes", "resident_bytes", b"resident_bytes", "state", b"state", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_progress", b"engine_progress", "loaded_bytes", b"loaded_bytes", "resident_bytes", b"resident_bytes", "sent", b"sent", "state", b"state", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -419,6 +424,8 @@ class SessionRequest(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     ANSWERED_FIELD_NUMBER: _builtins.int
     MISMATCH_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
+    CARRIED_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Chosen by the router, unique in a term: a repeat is answered with the first answer."""
     @_builtins.property
@@ -433,6 +440,10 @@ class SessionRequest(_message.Message):
     def answered(self) -> Global___Answered: ...
     @_builtins.property
     def mismatch(self) -> Global___ReportMismatch: ...
+    @_builtins.property
+    def released(self) -> Global___Released: ...
+    @_builtins.property
+    def carried(self) -> Global___Carried: ...
     def __init__(
         self,
         *,
@@ -443,12 +454,14 @@ class SessionRequest(_message.Message):
         finish: Global___Finish | None = ...,
         answered: Global___Answered | None = ...,
         mismatch: Global___ReportMismatch | None = ...,
+        released: Global___Released | None = ...,
+        carried: Global___Carried | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "answered", b"answered", "extend", b"extend", "finish", b"finish", "message", b"message", "mismatch", b"mismatch", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "answered", b"answered", "carried", b"carried", "extend", b"extend", "finish", b"finish", "message", b"message", "mismatch", b"mismatch", "open", b"open", "released", b"released"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "answered", b"answered", "extend", b"extend", "finish", b"finish", "key", b"key", "message", b"message", "mismatch", b"mismatch", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "answered", b"answered", "carried", b"carried", "extend", b"extend", "finish", b"finish", "key", b"key", "message", b"message", "mismatch", b"mismatch", "open", b"open", "released", b"released"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "admit", "extend", "finish", "answered", "mismatch"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "admit", "extend", "finish", "answered", "mismatch", "released", "carried"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -466,6 +479,7 @@ class SessionResponse(_message.Message):
     EXTENDED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     EPOCH_ENDED_FIELD_NUMBER: _builtins.int
+    ORDERS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     @_builtins.property
     def challenge(self) -> Global___Challenge: ...
@@ -481,6 +495,10 @@ class SessionResponse(_message.Message):
     def finished(self) -> Global___Finished: ...
     @_builtins.property
     def epoch_ended(self) -> Global___EpochEnded: ...
+    @_builtins.property
+    def orders(self) -> Global___Orders:
+        """Comes unasked, with key 0."""
+
     def __init__(
         self,
         *,
@@ -492,12 +510,13 @@ class SessionResponse(_message.Message):
         extended: Global___Extended | None = ...,
         finished: Global___Finished | None = ...,
         epoch_ended: Global___EpochEnded | None = ...,
+        orders: Global___Orders | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "challenge", b"challenge", "epoch_ended", b"epoch_ended", "extended", b"extended", "finished", b"finished", "granted", b"granted", "message", b"message", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "challenge", b"challenge", "epoch_ended", b"epoch_ended", "extended", b"extended", "finished", b"finished", "granted", b"granted", "message", b"message", "orders", b"orders", "refused", b"refused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "challenge", b"challenge", "epoch_ended", b"epoch_ended", "extended", b"extended", "finished", b"finished", "granted", b"granted", "key", b"key", "message", b"message", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "challenge", b"challenge", "epoch_ended", b"epoch_ended", "extended", b"extended", "finished", b"finished", "granted", b"granted", "key", b"key", "message", b"message", "orders", b"orders", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["challenge", "granted", "admitted", "refused", "extended", "finished", "epoch_ended"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["challenge", "granted", "admitted", "refused", "extended", "finished", "epoch_ended", "orders"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -628,6 +647,7 @@ class Admitted(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     QUOTA_FIELD_NUMBER: _builtins.int
+    BORROWED_FIELD_NUMBER: _builtins.int
     owner: _builtins.int
     quota: _builtins.int
     """Pages reserved for it in all; more are taken from what nobody has reserved."""
@@ -635,16 +655,23 @@ class Admitted(_message.Message):
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Page ids of slots 0, 1, ... that are mapped at once."""
 
+    @_builtins.property
+    def borrowed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Pages of the other owners, lent for its fill: slots 0, 1, ... one after another, in a slot one id of every rank but the
+        owner, ascending ranks. May cover fewer slots than the prompt, or none.
+        """
+
     def __init__(
         self,
         *,
         owner: _builtins.int = ...,
         pages: _abc.Iterable[_builtins.int] | None = ...,
         quota: _builtins.int = ...,
+        borrowed: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "pages", b"pages", "quota", b"quota"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["borrowed", b"borrowed", "owner", b"owner", "pages", b"pages", "quota", b"quota"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -817,6 +844,116 @@ class Finished(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
+
+@_typing.final
+class Released(_message.Message):
+    """A conversation's borrowed pages are given back: its fill is over, or they were recalled. They are free once rounds up to
+    fence_seq are answered. Not replied to; a repeat, or one after Finish, does nothing.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    FENCE_SEQ_FIELD_NUMBER: _builtins.int
+    conversation: _builtins.int
+    fence_seq: _builtins.int
+    def __init__(
+        self,
+        *,
+        conversation: _builtins.int = ...,
+        fence_seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "fence_seq", b"fence_seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Released: _TypeAlias = Released  # noqa: Y015
+
+@_typing.final
+class Carried(_message.Message):
+    """A conversation's rows are with their new owner: the old pages are free once rounds up to fence_seq are answered. Not
+    replied to; a repeat, or one after Finish, does nothing.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    FENCE_SEQ_FIELD_NUMBER: _builtins.int
+    conversation: _builtins.int
+    fence_seq: _builtins.int
+    def __init__(
+        self,
+        *,
+        conversation: _builtins.int = ...,
+        fence_seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "fence_seq", b"fence_seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Carried: _TypeAlias = Carried  # noqa: Y015
+
+@_typing.final
+class Orders(_message.Message):
+    """What the router must do soon. An order about a conversation that has ended or is parked meanwhile means nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECALL_FIELD_NUMBER: _builtins.int
+    CARRY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def recall(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Conversations that must release their borrowed pages: their fills go on by fetching."""
+
+    @_builtins.property
+    def carry(self) -> _containers.RepeatedCompositeFieldContainer[Global___CarryOrder]: ...
+    def __init__(
+        self,
+        *,
+        recall: _abc.Iterable[_builtins.int] | None = ...,
+        carry: _abc.Iterable[Global___CarryOrder] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carry", b"carry", "recall", b"recall"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Orders: _TypeAlias = Orders  # noqa: Y015
+
+@_typing.final
+class CarryOrder(_message.Message):
+    """The conversation moves to another owner, and holds the pages of both until Carried."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    conversation: _builtins.int
+    owner: _builtins.int
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of its slots 0, 1, ...; as many as it has, or more."""
+
+    def __init__(
+        self,
+        *,
+        conversation: _builtins.int = ...,
+        owner: _builtins.int = ...,
+        pages: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "owner", b"owner", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CarryOrder: _TypeAlias = CarryOrder  # noqa: Y015
 
 @_typing.final
 class Answered(_message.Message):

@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1flatentpool/v1/rank_worker.proto\x12\rlatentpool.v1\"l\n\rRoundsRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.latentpool.v1.OpenRoundsH\x00\x12%\n\x05round\x18\x02 \x01(\x0b\x32\x14.latentpool.v1.RoundH\x00\x42\t\n\x07message\"x\n\x0eRoundsResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.latentpool.v1.RoundsOpenedH\x00\x12,\n\x06result\x18\x02 \x01(\x0b\x32\x1a.latentpool.v1.RoundResultH\x00\x42\t\n\x07message\"6\n\nOpenRounds\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0b\n\x03key\x18\x03 \x01(\x0c\" \n\x0cRoundsOpened\x12\x10\n\x08last_seq\x18\x01 \x01(\x04\"y\n\x05Round\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x18\n\x10\x61\x63knowledged_seq\x18\x04 \x01(\x04\x12,\n\noperations\x18\x05 \x03(\x0b\x32\x18.latentpool.v1.Operation\"\x80\x02\n\tOperation\x12#\n\x04\x62ind\x18\x01 \x01(\x0b\x32\x13.latentpool.v1.BindH\x00\x12%\n\x05table\x18\x02 \x01(\x0b\x32\x14.latentpool.v1.TableH\x00\x12\'\n\x06prompt\x18\x03 \x01(\x0b\x32\x15.latentpool.v1.PromptH\x00\x12\'\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x15.latentpool.v1.DecodeH\x00\x12#\n\x04\x66ree\x18\x05 \x01(\x0b\x32\x13.latentpool.v1.FreeH\x00\x12#\n\x04ping\x18\x06 \x01(\x0b\x32\x13.latentpool.v1.PingH\x00\x42\x0b\n\toperation\"z\n\x04\x42ind\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\x14\n\x0c\x63onversation\x18\x02 \x01(\x04\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\"8\n\x05Table\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\x12\n\nfirst_slot\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\"\xa3\x01\n\x06Prompt\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12%\n\x06logits\x18\x05 \x01(\x0e\x32\x15.latentpool.v1.Logits\x12\x16\n\tfollowing\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tlog_probs\x18\x07 \x01(\rB\x0c\n\n_following\"\x82\x01\n\x06\x44\x65\x63ode\x12\r\n\x05lanes\x18\x01 \x03(\r\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0e\n\x06\x66orced\x18\x03 \x03(\r\x12%\n\x06logits\x18\x04 \x01(\x0e\x32\x15.latentpool.v1.Logits\x12\x11\n\tfollowing\x18\x05 \x03(\r\x12\x11\n\tlog_probs\x18\x06 \x01(\r\"\x14\n\x04\x46ree\x12\x0c\n\x04lane\x18\x01 \x01(\r\"\x06\n\x04Ping\"~\n\x0bRoundResult\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12/\n\x07results\x18\x02 \x03(\x0b\x32\x1e.latentpool.v1.OperationResult\x12\x17\n\x0f\x63ompute_seconds\x18\x03 \x01(\x01\x12\x18\n\x10\x65xchange_seconds\x18\x04 \x01(\x01\"X\n\x0fOperationResult\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x06\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12%\n\x06scores\x18\x03 \x01(\x0b\x32\x15.latentpool.v1.Scores\"p\n\x06Scores\x12\x0b\n\x03max\x18\x01 \x01(\x0c\x12\x0b\n\x03sum\x18\x02 \x01(\x0c\x12\x0c\n\x04\x62\x65st\x18\x03 \x01(\x0c\x12\x0c\n\x04next\x18\x04 \x01(\x0c\x12\x0b\n\x03raw\x18\x05 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x06 \x01(\x0c\x12\x12\n\ntop_logits\x18\x07 \x01(\x0c*C\n\x06Logits\x12\x16\n\x12LOGITS_UNSPECIFIED\x10\x00\x12\x11\n\rLOGITS_SCORES\x10\x01\x12\x0e\n\nLOGITS_RAW\x10\x02\x32W\n\nRankWorker\x12I\n\x06Rounds\x12\x1c.latentpool.v1.RoundsRequest\x1a\x1d.latentpool.v1.RoundsResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1flatentpool/v1/rank_worker.proto\x12\rlatentpool.v1\"l\n\rRoundsRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.latentpool.v1.OpenRoundsH\x00\x12%\n\x05round\x18\x02 \x01(\x0b\x32\x14.latentpool.v1.RoundH\x00\x42\t\n\x07message\"x\n\x0eRoundsResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.latentpool.v1.RoundsOpenedH\x00\x12,\n\x06result\x18\x02 \x01(\x0b\x32\x1a.latentpool.v1.RoundResultH\x00\x42\t\n\x07message\"6\n\nOpenRounds\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0b\n\x03key\x18\x03 \x01(\x0c\" \n\x0cRoundsOpened\x12\x10\n\x08last_seq\x18\x01 \x01(\x04\"y\n\x05Round\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x18\n\x10\x61\x63knowledged_seq\x18\x04 \x01(\x04\x12,\n\noperations\x18\x05 \x03(\x0b\x32\x18.latentpool.v1.Operation\"\xfb\x02\n\tOperation\x12#\n\x04\x62ind\x18\x01 \x01(\x0b\x32\x13.latentpool.v1.BindH\x00\x12%\n\x05table\x18\x02 \x01(\x0b\x32\x14.latentpool.v1.TableH\x00\x12\'\n\x06prompt\x18\x03 \x01(\x0b\x32\x15.latentpool.v1.PromptH\x00\x12\'\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x15.latentpool.v1.DecodeH\x00\x12#\n\x04\x66ree\x18\x05 \x01(\x0b\x32\x13.latentpool.v1.FreeH\x00\x12#\n\x04ping\x18\x06 \x01(\x0b\x32\x13.latentpool.v1.PingH\x00\x12\'\n\x06\x62orrow\x18\x07 \x01(\x0b\x32\x15.latentpool.v1.BorrowH\x00\x12)\n\x07release\x18\x08 \x01(\x0b\x32\x16.latentpool.v1.ReleaseH\x00\x12%\n\x05\x63\x61rry\x18\t \x01(\x0b\x32\x14.latentpool.v1.CarryH\x00\x42\x0b\n\toperation\"\x89\x01\n\x04\x42ind\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\x14\n\x0c\x63onversation\x18\x02 \x01(\x04\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\r\n\x05owner\x18\x08 \x01(\r\"8\n\x05Table\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\x12\n\nfirst_slot\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\"\xcc\x01\n\x06Prompt\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12%\n\x06logits\x18\x05 \x01(\x0e\x32\x15.latentpool.v1.Logits\x12\x16\n\tfollowing\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tlog_probs\x18\x07 \x01(\r\x12\'\n\x04mode\x18\x08 \x01(\x0e\x32\x19.latentpool.v1.PromptModeB\x0c\n\n_following\"\x82\x01\n\x06\x44\x65\x63ode\x12\r\n\x05lanes\x18\x01 \x03(\r\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0e\n\x06\x66orced\x18\x03 \x03(\r\x12%\n\x06logits\x18\x04 \x01(\x0e\x32\x15.latentpool.v1.Logits\x12\x11\n\tfollowing\x18\x05 \x03(\r\x12\x11\n\tlog_probs\x18\x06 \x01(\r\"\x14\n\x04\x46ree\x12\x0c\n\x04lane\x18\x01 \x01(\r\"\x06\n\x04Ping\"9\n\x06\x42orrow\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\x12\n\nfirst_slot\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\"\x17\n\x07Release\x12\x0c\n\x04lane\x18\x01 \x01(\r\"U\n\x05\x43\x61rry\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\r\n\x05owner\x18\x02 \x01(\r\x12\x12\n\nfirst_slot\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\"\xa6\x01\n\x0bRoundResult\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12/\n\x07results\x18\x02 \x03(\x0b\x32\x1e.latentpool.v1.OperationResult\x12\x17\n\x0f\x63ompute_seconds\x18\x03 \x01(\x01\x12\x18\n\x10\x65xchange_seconds\x18\x04 \x01(\x01\x12&\n\x04sent\x18\x05 \x01(\x0b\x32\x18.latentpool.v1.LinkBytes\"k\n\tLinkBytes\x12\x0c\n\x04sums\x18\x01 \x01(\x04\x12\x0f\n\x07queries\x18\x02 \x01(\x04\x12\x0f\n\x07outputs\x18\x03 \x01(\x04\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12\x0f\n\x07\x63\x61rries\x18\x05 \x01(\x04\x12\x0f\n\x07samples\x18\x06 \x01(\x04\"m\n\x0fOperationResult\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x06\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12%\n\x06scores\x18\x03 \x01(\x0b\x32\x15.latentpool.v1.Scores\x12\x13\n\x0brows_digest\x18\x04 \x01(\x06\"p\n\x06Scores\x12\x0b\n\x03max\x18\x01 \x01(\x0c\x12\x0b\n\x03sum\x18\x02 \x01(\x0c\x12\x0c\n\x04\x62\x65st\x18\x03 \x01(\x0c\x12\x0c\n\x04next\x18\x04 \x01(\x0c\x12\x0b\n\x03raw\x18\x05 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x06 \x01(\x0c\x12\x12\n\ntop_logits\x18\x07 \x01(\x0c*q\n\nPromptMode\x12\x1b\n\x17PROMPT_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11PROMPT_MODE_LOCAL\x10\x01\x12\x18\n\x14PROMPT_MODE_BORROWED\x10\x02\x12\x15\n\x11PROMPT_MODE_FETCH\x10\x03*C\n\x06Logits\x12\x16\n\x12LOGITS_UNSPECIFIED\x10\x00\x12\x11\n\rLOGITS_SCORES\x10\x01\x12\x0e\n\nLOGITS_RAW\x10\x02\x32W\n\nRankWorker\x12I\n\x06Rounds\x12\x1c.latentpool.v1.RoundsRequest\x1a\x1d.latentpool.v1.RoundsResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'latentpool.v1.rank_worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOGITS']._serialized_start=1597
-  _globals['_LOGITS']._serialized_end=1664
+  _globals['_PROMPTMODE']._serialized_start=2119
+  _globals['_PROMPTMODE']._serialized_end=2232
+  _globals['_LOGITS']._serialized_start=2234
+  _globals['_LOGITS']._serialized_end=2301
   _globals['_ROUNDSREQUEST']._serialized_start=50
   _globals['_ROUNDSREQUEST']._serialized_end=158
   _globals['_ROUNDSRESPONSE']._serialized_start=160
@@ -44,25 +46,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUND']._serialized_start=372
   _globals['_ROUND']._serialized_end=493
   _globals['_OPERATION']._serialized_start=496
-  _globals['_OPERATION']._serialized_end=752
-  _globals['_BIND']._serialized_start=754
-  _globals['_BIND']._serialized_end=876
-  _globals['_TABLE']._serialized_start=878
-  _globals['_TABLE']._serialized_end=934
-  _globals['_PROMPT']._serialized_start=937
-  _globals['_PROMPT']._serialized_end=1100
-  _globals['_DECODE']._serialized_start=1103
-  _globals['_DECODE']._serialized_end=1233
-  _globals['_FREE']._serialized_start=1235
-  _globals['_FREE']._serialized_end=1255
-  _globals['_PING']._serialized_start=1257
-  _globals['_PING']._serialized_end=1263
-  _globals['_ROUNDRESULT']._serialized_start=1265
-  _globals['_ROUNDRESULT']._serialized_end=1391
-  _globals['_OPERATIONRESULT']._serialized_start=1393
-  _globals['_OPERATIONRESULT']._serialized_end=1481
-  _globals['_SCORES']._serialized_start=1483
-  _globals['_SCORES']._serialized_end=1595
-  _globals['_RANKWORKER']._serialized_start=1666
-  _globals['_RANKWORKER']._serialized_end=1753
+  _globals['_OPERATION']._serialized_end=875
+  _globals['_BIND']._serialized_start=878
+  _globals['_BIND']._serialized_end=1015
+  _globals['_TABLE']._serialized_start=1017
+  _globals['_TABLE']._serialized_end=1073
+  _globals['_PROMPT']._serialized_start=1076
+  _globals['_PROMPT']._serialized_end=1280
+  _globals['_DECODE']._serialized_start=1283
+  _globals['_DECODE']._serialized_end=1413
+  _globals['_FREE']._serialized_start=1415
+  _globals['_FREE']._serialized_end=1435
+  _globals['_PING']._serialized_start=1437
+  _globals['_PING']._serialized_end=1443
+  _globals['_BORROW']._serialized_start=1445
+  _globals['_BORROW']._serialized_end=1502
+  _globals['_RELEASE']._serialized_start=1504
+  _globals['_RELEASE']._serialized_end=1527
+  _globals['_CARRY']._serialized_start=1529
+  _globals['_CARRY']._serialized_end=1614
+  _globals['_ROUNDRESULT']._serialized_start=1617
+  _globals['_ROUNDRESULT']._serialized_end=1783
+  _globals['_LINKBYTES']._serialized_start=1785
+  _globals['_LINKBYTES']._serialized_end=1892
+  _globals['_OPERATIONRESULT']._serialized_start=1894
+  _globals['_OPERATIONRESULT']._serialized_end=2003
+  _globals['_SCORES']._serialized_start=2005
+  _globals['_SCORES']._serialized_end=2117
+  _globals['_RANKWORKER']._serialized_start=2303
+  _globals['_RANKWORKER']._serialized_end=2390
 # @@protoc_insertion_point(module_scope)

@@ -19,6 +19,32 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _PromptMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PromptModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PromptMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROMPT_MODE_UNSPECIFIED: _PromptMode.ValueType  # 0
+    PROMPT_MODE_LOCAL: _PromptMode.ValueType  # 1
+    """Every rank keeps every row: groups that are not split."""
+    PROMPT_MODE_BORROWED: _PromptMode.ValueType  # 2
+    """In copies on pages that other owners lend; all slots up to the chunk's end have them."""
+    PROMPT_MODE_FETCH: _PromptMode.ValueType  # 3
+    """The rows of the history that the chunk selects come from the owner."""
+
+class PromptMode(_PromptMode, metaclass=_PromptModeEnumTypeWrapper):
+    """Where a chunk's ranks that do not own the conversation find latent rows. Changes nothing in the results."""
+
+PROMPT_MODE_UNSPECIFIED: PromptMode.ValueType  # 0
+PROMPT_MODE_LOCAL: PromptMode.ValueType  # 1
+"""Every rank keeps every row: groups that are not split."""
+PROMPT_MODE_BORROWED: PromptMode.ValueType  # 2
+"""In copies on pages that other owners lend; all slots up to the chunk's end have them."""
+PROMPT_MODE_FETCH: PromptMode.ValueType  # 3
+"""The rows of the history that the chunk selects come from the owner."""
+Global___PromptMode: _TypeAlias = PromptMode  # noqa: Y015
+
 class _Logits:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -183,6 +209,9 @@ class Operation(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
+    BORROW_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    CARRY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def bind(self) -> Global___Bind: ...
     @_builtins.property
@@ -195,6 +224,12 @@ class Operation(_message.Message):
     def free(self) -> Global___Free: ...
     @_builtins.property
     def ping(self) -> Global___Ping: ...
+    @_builtins.property
+    def borrow(self) -> Global___Borrow: ...
+    @_builtins.property
+    def release(self) -> Global___Release: ...
+    @_builtins.property
+    def carry(self) -> Global___Carry: ...
     def __init__(
         self,
         *,
@@ -204,12 +239,15 @@ class Operation(_message.Message):
         decode: Global___Decode | None = ...,
         free: Global___Free | None = ...,
         ping: Global___Ping | None = ...,
+        borrow: Global___Borrow | None = ...,
+        release: Global___Release | None = ...,
+        carry: Global___Carry | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "decode", b"decode", "free", b"free", "operation", b"operation", "ping", b"ping", "prompt", b"prompt", "table", b"table"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "borrow", b"borrow", "carry", b"carry", "decode", b"decode", "free", b"free", "operation", b"operation", "ping", b"ping", "prompt", b"prompt", "release", b"release", "table", b"table"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "decode", b"decode", "free", b"free", "operation", b"operation", "ping", b"ping", "prompt", b"prompt", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "borrow", b"borrow", "carry", b"carry", "decode", b"decode", "free", b"free", "operation", b"operation", "ping", b"ping", "prompt", b"prompt", "release", b"release", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["bind", "table", "prompt", "decode", "free", "ping"]  # noqa: Y015
+    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["bind", "table", "prompt", "decode", "free", "ping", "borrow", "release", "carry"]  # noqa: Y015
     _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_operation) -> _WhichOneofReturnType_operation | None: ...
 
@@ -228,6 +266,7 @@ class Bind(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     lane: _builtins.int
     conversation: _builtins.int
     temperature: _builtins.float
@@ -237,6 +276,8 @@ class Bind(_message.Message):
     """1: no cut."""
     min_p: _builtins.float
     """0: no cut."""
+    owner: _builtins.int
+    """The rank that alone keeps its latent rows; 0 in a group that is not split."""
     def __init__(
         self,
         *,
@@ -247,10 +288,11 @@ class Bind(_message.Message):
         seed: _builtins.int = ...,
         top_p: _builtins.float = ...,
         min_p: _builtins.float = ...,
+        owner: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "lane", b"lane", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "lane", b"lane", "min_p", b"min_p", "owner", b"owner", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -297,6 +339,7 @@ class Prompt(_message.Message):
     LOGITS_FIELD_NUMBER: _builtins.int
     FOLLOWING_FIELD_NUMBER: _builtins.int
     LOG_PROBS_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     lane: _builtins.int
     start: _builtins.int
     last: _builtins.bool
@@ -306,6 +349,7 @@ class Prompt(_message.Message):
     """The token after the chunk, for the score of its last row. Absent: unknown."""
     log_probs: _builtins.int
     """With `last`: score the sampled token, with this many of the likeliest less one; 0: do not."""
+    mode: Global___PromptMode.ValueType
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -318,10 +362,11 @@ class Prompt(_message.Message):
         logits: Global___Logits.ValueType = ...,
         following: _builtins.int | None = ...,
         log_probs: _builtins.int = ...,
+        mode: Global___PromptMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_following", b"_following", "following", b"following"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_following", b"_following", "following", b"following", "lane", b"lane", "last", b"last", "log_probs", b"log_probs", "logits", b"logits", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_following", b"_following", "following", b"following", "lane", b"lane", "last", b"last", "log_probs", b"log_probs", "logits", b"logits", "mode", b"mode", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__following: _TypeAlias = _typing.Literal["following"]  # noqa: Y015
     _WhichOneofArgType__following: _TypeAlias = _typing.Literal["_following", b"_following"]  # noqa: Y015
@@ -408,6 +453,94 @@ class Ping(_message.Message):
 Global___Ping: _TypeAlias = Ping  # noqa: Y015
 
 @_typing.final
+class Borrow(_message.Message):
+    """Lends a lane pages of the other owners for its fill. Their slots are mapped already, and are empty or hold borrowed copies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    FIRST_SLOT_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    lane: _builtins.int
+    first_slot: _builtins.int
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slot by slot, in a slot one id of every rank but the owner, ascending ranks."""
+
+    def __init__(
+        self,
+        *,
+        lane: _builtins.int = ...,
+        first_slot: _builtins.int = ...,
+        pages: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_slot", b"first_slot", "lane", b"lane", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Borrow: _TypeAlias = Borrow  # noqa: Y015
+
+@_typing.final
+class Release(_message.Message):
+    """The borrowed pages of a lane are given back: its next chunk fetches, and decode needs none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    lane: _builtins.int
+    def __init__(
+        self,
+        *,
+        lane: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lane", b"lane"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Release: _TypeAlias = Release  # noqa: Y015
+
+@_typing.final
+class Carry(_message.Message):
+    """Moves a slice of a lane's rows to another owner. The lane does not run until the slice with `last` is done: then the new
+    pages take the place of the old ones.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    FIRST_SLOT_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    lane: _builtins.int
+    owner: _builtins.int
+    first_slot: _builtins.int
+    """Slots first_slot, first_slot + 1, ... get these ids of the new owner. Slices follow one another from slot 0 on."""
+    last: _builtins.bool
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        lane: _builtins.int = ...,
+        owner: _builtins.int = ...,
+        first_slot: _builtins.int = ...,
+        pages: _abc.Iterable[_builtins.int] | None = ...,
+        last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_slot", b"first_slot", "lane", b"lane", "last", b"last", "owner", b"owner", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Carry: _TypeAlias = Carry  # noqa: Y015
+
+@_typing.final
 class RoundResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -415,6 +548,7 @@ class RoundResult(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     EXCHANGE_SECONDS_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     compute_seconds: _builtins.float
     exchange_seconds: _builtins.float
@@ -422,6 +556,8 @@ class RoundResult(_message.Message):
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationResult]:
         """One an operation, in order."""
 
+    @_builtins.property
+    def sent(self) -> Global___LinkBytes: ...
     def __init__(
         self,
         *,
@@ -429,14 +565,57 @@ class RoundResult(_message.Message):
         results: _abc.Iterable[Global___OperationResult] | None = ...,
         compute_seconds: _builtins.float = ...,
         exchange_seconds: _builtins.float = ...,
+        sent: Global___LinkBytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sent", b"sent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "exchange_seconds", b"exchange_seconds", "results", b"results", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "exchange_seconds", b"exchange_seconds", "results", b"results", "sent", b"sent", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundResult: _TypeAlias = RoundResult  # noqa: Y015
+
+@_typing.final
+class LinkBytes(_message.Message):
+    """Bytes that a rank sent to all its peers, by what they were."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMS_FIELD_NUMBER: _builtins.int
+    QUERIES_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    CARRIES_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    sums: _builtins.int
+    """Partial sums of sub-layers and embeddings."""
+    queries: _builtins.int
+    """Queries of rows that others own, to their owners."""
+    outputs: _builtins.int
+    """Attended rows, back to where the queries came from."""
+    rows: _builtins.int
+    """Latent rows that a chunk selected."""
+    carries: _builtins.int
+    """Latent rows that changed their owner."""
+    samples: _builtins.int
+    """Candidates of sampling."""
+    def __init__(
+        self,
+        *,
+        sums: _builtins.int = ...,
+        queries: _builtins.int = ...,
+        outputs: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        carries: _builtins.int = ...,
+        samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carries", b"carries", "outputs", b"outputs", "queries", b"queries", "rows", b"rows", "samples", b"samples", "sums", b"sums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkBytes: _TypeAlias = LinkBytes  # noqa: Y015
 
 @_typing.final
 class OperationResult(_message.Message):
@@ -445,8 +624,13 @@ class OperationResult(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
+    ROWS_DIGEST_FIELD_NUMBER: _builtins.int
     digest: _builtins.int
     """Equal on every rank, or the epoch ends."""
+    rows_digest: _builtins.int
+    """Hash of the cached latent rows that this rank sent, received or read for the operation, where they are compared: carries
+    always, prompt chunks of split groups under audit. Equal on all ranks that give one; 0: none.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sampled tokens, from rank 0 only: one for Prompt with `last`, [lanes, rows] for Decode."""
@@ -461,10 +645,11 @@ class OperationResult(_message.Message):
         digest: _builtins.int = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         scores: Global___Scores | None = ...,
+        rows_digest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "scores", b"scores", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "rows_digest", b"rows_digest", "scores", b"scores", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

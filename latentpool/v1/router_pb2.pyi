@@ -345,12 +345,22 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     PARKED_FIELD_NUMBER: _builtins.int
+    BORROWED_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CARRIED_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens that were resumed instead of computed."""
     generated_tokens: _builtins.int
     parked: _builtins.int
     """How often the conversation gave its pages to others and was computed again, which changes nothing in the reply."""
+    borrowed_tokens: _builtins.int
+    """Prompt tokens computed on copies in borrowed pages, and on rows fetched from the owner; both 0 in a group that is not
+    split. After parking they count again.
+    """
+    fetched_tokens: _builtins.int
+    carried: _builtins.int
+    """How often its rows moved to another owner."""
     def __init__(
         self,
         *,
@@ -358,10 +368,13 @@ class Usage(_message.Message):
         cached_tokens: _builtins.int = ...,
         generated_tokens: _builtins.int = ...,
         parked: _builtins.int = ...,
+        borrowed_tokens: _builtins.int = ...,
+        fetched_tokens: _builtins.int = ...,
+        carried: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "generated_tokens", b"generated_tokens", "parked", b"parked", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["borrowed_tokens", b"borrowed_tokens", "cached_tokens", b"cached_tokens", "carried", b"carried", "fetched_tokens", b"fetched_tokens", "generated_tokens", b"generated_tokens", "parked", b"parked", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -429,7 +442,7 @@ class Completion(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     owner: _builtins.int
-    """The rank that kept the latent rows; 0 in a replicated group."""
+    """The rank that kept the latent rows at the end; 0 in a group that is not split."""
     seed: _builtins.int
     stop: _builtins.str
     """The stop string that ended the reply, if one did."""
