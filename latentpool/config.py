@@ -9,137 +9,23 @@ allowed raises ConfigError naming itself, where it came from and what is allowed
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import stat
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from latentpool import kinds
 from latentpool.errors import ConfigError
-from latentpool.units import BYTES_ALLOWED, TOKENS_ALLOWED, parse_bytes, parse_tokens
+from latentpool.kinds import Kind
 
 ENV_PREFIX = "LATENTPOOL_"
 DEFAULT_FILE = Path("latentpool.toml")
 ROUTER_PORT, MANAGER_PORT, WORKER_PORT = 7410, 7411, 7420
 
 Switch = Literal["auto", "on", "off"]
-
-
-# ---- kinds of values: parse text or a TOML value; ValueError says what is allowed ---------------------------------
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How a value is read: `parse` takes the text of a flag or variable, or a TOML value, and raises ValueError for what is
-    not allowed; `allowed` says what is."""
-
-    parse: Callable[[object], Any]
-    allowed: str
-    metavar: str
-
-
-def _choice(*names: str) -> Kind:
-    def parse(value: object) -> str:
-        if value not in names:
-            raise ValueError
-        return str(value)
-
-    return Kind(parse, " or ".join((", ".join(names[:-1]), names[-1])), "|".join(names))
-
-
-def _whole(least: int, most: int | None = None) -> Kind:
-    def parse(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError
-        number = int(value)
-        if number < least or (most is not None and number > most):
-            raise ValueError
-        return number
-
-    return Kind(parse, f"a whole number from {least}" + (f" to {most}" if most is not None else ""), "N")
-
-
-def _real(least: float, most: float = math.inf) -> Kind:
-    def parse(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise ValueError
-        number = float(value)
-        if not least <= number <= most or math.isinf(number):
-            raise ValueError
-        return number
-
-    return Kind(parse, f"a number from {least:g}" + (f" to {most:g}" if most < math.inf else ""), "X")
-
-
-def _parse_share(value: object) -> float:
-    share = _real(0, 1).parse(value)
-    if not share:
-        raise ValueError
-    return float(share)
-
-
-def _sized(parse_text: Callable[[str], int], allowed: str, metavar: str, least: int = 1) -> Kind:
-    def parse(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError
-        size = parse_text(str(value))
-        if size < least:
-            raise ValueError
-        return size
-
-    return Kind(parse, allowed, metavar)
-
-
-def _parse_bool(value: object) -> bool:
-    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    return known[str(value).lower()]
-
-
-def _parse_text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError
-    return value
-
-
-def _parse_page_rows(value: object) -> int:
-    rows = _whole(64, 512).parse(value)
-    if rows & (rows - 1):
-        raise ValueError
-    return int(rows)
-
-
-def _parse_chunk_rows(value: object) -> int:
-    rows = _whole(64, 1 << 16).parse(value)
-    if rows % 64:
-        raise ValueError
-    return int(rows)
-
-
-def _parse_address(value: object) -> str:
-    host, colon, port = _parse_text(value).rpartition(":")
-    if not colon or not host or not 0 <= int(port) <= 65535:
-        raise ValueError
-    return f"{host}:{port}"
-
-
-def _parse_ids(value: object) -> tuple[int, ...]:
-    if isinstance(value, list):
-        value = " ".join(str(item) for item in value)
-    return tuple(_whole(0, 2**32 - 1).parse(item) for item in _parse_text(value).replace(",", " ").split())
-
-
-_BYTES = _sized(parse_bytes, BYTES_ALLOWED, "SIZE")
-_TOKENS = _sized(parse_tokens, TOKENS_ALLOWED, "TOKENS")
-_SWITCH = _choice("auto", "on", "off")
-_BOOL = Kind(_parse_bool, "true or false", "")
-_TEXT = Kind(_parse_text, "some text", "TEXT")
-_PATH = Kind(lambda value: Path(_parse_text(value)).expanduser(), "a path", "PATH")
-_ADDRESS = Kind(_parse_address, "host:port, with a port from 0 to 65535", "HOST:PORT")
-_SHARE = Kind(_parse_share, "a number above 0, at most 1", "X")
-_IDS = Kind(_parse_ids, "token ids such as 1 2 3", "IDS")
 
 
 def _setting(default: Any, kind: Kind, help: str, *aliases: str) -> Any:
@@ -158,81 +44,106 @@ class Settings:
     """All settings, read and checked. None means what the help text calls the default."""
 
     # The model and the group
-    model: Path | None = _setting(None, _PATH, "The checkpoint's directory: config.json and *.safetensors.")
-    ranks: int = _setting(2, _whole(1, 8), "World size: how many rank workers make the group.", "world")
-    rank: int | None = _setting(None, _whole(0, 7), "This worker's rank, from 0.")
-    dtype: Literal["f32", "bf16"] | None = _setting(None, _choice("f32", "bf16"), "Compute dtype; by default the checkpoint's.")
+    model: Path | None = _setting(None, kinds.PATH, "The checkpoint's directory: config.json and *.safetensors.")
+    ranks: int = _setting(2, kinds.whole(1, 8), "World size: how many rank workers make the group.", "world")
+    rank: int | None = _setting(None, kinds.whole(0, 7), "This worker's rank, from 0.")
+    dtype: Literal["f32", "bf16"] | None = _setting(
+        None, kinds.choice("f32", "bf16"), "Compute dtype; by default the checkpoint's."
+    )
     kv_cache: Literal["f32", "bf16", "fp8"] | None = _setting(
-        None, _choice("f32", "bf16", "fp8"), "Dtype of latent rows; by default the compute dtype. (fp8: only in plan.)"
+        None, kinds.choice("f32", "bf16", "fp8"), "Dtype of latent rows; by default the compute dtype. (fp8: only in plan.)"
     )
-    drafts: bool = _setting(True, _BOOL, "Count the draft layer (drafts are not run yet).")
+    drafts: bool = _setting(True, kinds.BOOL, "Count the draft layer (drafts are not run yet).")
     # The plan
-    context: int | None = _setting(None, _TOKENS, "Longest conversation; by default the model's.")
-    parallel: int = _setting(1, _whole(1, 4096), "Lanes: conversations that run at the same time.")
-    kv_pages: Switch = _setting("auto", _SWITCH, "Map pages on demand (on), or one window a lane (off).")
-    split: Switch = _setting("auto", _SWITCH, "Keep a conversation's latent rows on one owner (on), or on every rank (off).")
-    cache: int = _setting(
-        16 << 30, _sized(parse_bytes, BYTES_ALLOWED, "SIZE", 0), "Most bytes a rank sets aside for kept states."
+    context: int | None = _setting(None, kinds.TOKENS, "Longest conversation; by default the model's.")
+    parallel: int = _setting(1, kinds.whole(1, 4096), "Lanes: conversations that run at the same time.")
+    kv_pages: Switch = _setting("auto", kinds.SWITCH, "Map pages on demand (on), or one window a lane (off).")
+    split: Switch = _setting(
+        "auto",
+        kinds.SWITCH,
+        "Keep a conversation's latent rows on its owner alone (on), or on every rank (off); auto: on from two ranks.",
     )
+    borrow: bool = _setting(True, kinds.BOOL, "Lend free pages of other owners to prompts that are being computed.")
+    cache: int = _setting(16 << 30, kinds.BYTES_OR_NONE, "Most bytes a rank sets aside for kept states.")
     plan_order: Literal["new", "stated"] = _setting(
-        "new", _choice("new", "stated"), "Order in which room is given out; stated is the older one, to compare."
+        "new", kinds.choice("new", "stated"), "Order in which room is given out; stated is the older one, to compare."
     )
     page_rows: int = _setting(
         512,
-        Kind(_parse_page_rows, "64, 128, 256 or 512", "64..512"),
+        kinds.PAGE_ROWS,
         "Rows of a page: 64, 128, 256 or 512; small models set less.",
     )
-    room: int | None = _setting(None, _BYTES, "What a rank has left after weights, work buffers, links and the first lane.")
-    fixed: int | None = _setting(None, _BYTES, "What a lane needs at any length; by default computed from the model.")
-    memory: int | None = _setting(
-        None, _BYTES, "Memory of a rank; by default half of what is available, shared by this host's ranks."
+    room: int | None = _setting(
+        None, kinds.BYTES, "What a rank has left after weights, work buffers, links and the first lane."
     )
-    headroom: int = _setting(2048, _TOKENS, "Reply tokens that admission reserves pages for at most.")
+    fixed: int | None = _setting(None, kinds.BYTES, "What a lane needs at any length; by default computed from the model.")
+    memory: int | None = _setting(
+        None, kinds.BYTES, "Memory of a rank; by default half of what is available, shared by this host's ranks."
+    )
+    headroom: int = _setting(2048, kinds.TOKENS, "Reply tokens that admission reserves pages for at most.")
     # Addresses
-    address: str = _setting(f"127.0.0.1:{ROUTER_PORT}", _ADDRESS, "The router to talk to.")
-    manager: str = _setting(f"127.0.0.1:{MANAGER_PORT}", _ADDRESS, "The pool manager to talk to.")
-    router_bind: str = _setting(f"127.0.0.1:{ROUTER_PORT}", _ADDRESS, "Where the router listens.")
-    manager_bind: str = _setting(f"127.0.0.1:{MANAGER_PORT}", _ADDRESS, "Where the pool manager listens.")
+    address: str = _setting(f"127.0.0.1:{ROUTER_PORT}", kinds.ADDRESS, "The router to talk to.")
+    manager: str = _setting(f"127.0.0.1:{MANAGER_PORT}", kinds.ADDRESS, "The pool manager to talk to.")
+    router_bind: str = _setting(f"127.0.0.1:{ROUTER_PORT}", kinds.ADDRESS, "Where the router listens.")
+    manager_bind: str = _setting(f"127.0.0.1:{MANAGER_PORT}", kinds.ADDRESS, "Where the pool manager listens.")
     worker_bind: str = _setting(
-        f"127.0.0.1:{WORKER_PORT}", _ADDRESS, "Where rank 0 listens; rank r takes the port + r (port 0: any free one)."
+        f"127.0.0.1:{WORKER_PORT}", kinds.ADDRESS, "Where rank 0 listens; rank r takes the port + r (port 0: any free one)."
     )
     advertise: str | None = _setting(
-        None, _ADDRESS, "Address of this worker as the router dials it; by default where it listens."
+        None, kinds.ADDRESS, "Address of this worker as the router dials it; by default where it listens."
+    )
+    metrics_bind: str | None = _setting(
+        None,
+        kinds.ADDRESS,
+        "Where Prometheus reads: the router at this port, the pool manager at port + 1, rank r at port + 10 + r "
+        "(port 0: any free one); by default nowhere.",
     )
     secret_file: Path | None = _setting(
-        None, _PATH, "File with the group's secret, the same on every node; needed beyond loopback."
+        None, kinds.PATH, "File with the group's secret, the same on every node; needed beyond loopback."
     )
     # The services
-    transport: Literal["ucx", "inproc"] = _setting("ucx", _choice("ucx", "inproc"), "Data plane between engines.")
-    net_devices: str = _setting("lo", _TEXT, "Network device of the data plane.")
+    transport: Literal["ucx", "inproc"] = _setting("ucx", kinds.choice("ucx", "inproc"), "Data plane between engines.")
+    net_devices: str = _setting("lo", kinds.TEXT, "Network device of the data plane.")
     chunk_rows: int = _setting(
         2048,
-        Kind(_parse_chunk_rows, "a multiple of 64 from 64 to 65536", "N"),
+        kinds.multiple_of_64(1 << 16),
         "Most prompt rows that a round computes, a multiple of 64.",
     )
-    max_waiting: int = _setting(256, _whole(1), "Conversations that may wait for a lane.")
-    take_over: bool = _setting(False, _BOOL, "End the session of the router that serves this group, and take its place.")
+    staging_rows: int = _setting(
+        32768,
+        kinds.multiple_of_64(1 << 20),
+        "Rows of history that a rank holds at a time while it computes a prompt of another owner, a multiple of 64.",
+    )
+    audit: bool = _setting(
+        False, kinds.BOOL, "Compare hashes of the borrowed and fetched rows with the owner's in every prompt chunk."
+    )
+    max_waiting: int = _setting(256, kinds.whole(1), "Conversations that may wait for a lane.")
+    take_over: bool = _setting(False, kinds.BOOL, "End the session of the router that serves this group, and take its place.")
     state_dir: Path | None = _setting(
-        None, _PATH, "Where the pool manager keeps its term; by default ~/.local/state/latentpool."
+        None, kinds.PATH, "Where the pool manager keeps its term; by default ~/.local/state/latentpool."
     )
-    join_timeout: float = _setting(300.0, _real(1), "Seconds in which all workers must have joined.")
-    dead_after: float = _setting(30.0, _real(1), "Seconds of silence after which a rank counts as dead.")
+    join_timeout: float = _setting(300.0, kinds.real(1), "Seconds in which all workers must have joined.")
+    dead_after: float = _setting(30.0, kinds.real(1), "Seconds of silence after which a rank counts as dead.")
     log_level: Literal["debug", "info", "warning", "error"] = _setting(
-        "info", _choice("debug", "info", "warning", "error"), "Least level of log lines."
+        "info", kinds.choice("debug", "info", "warning", "error"), "Least level of log lines."
     )
-    log_dir: Path | None = _setting(None, _PATH, "Write each service's log to a file here instead of stderr.")
+    log_dir: Path | None = _setting(None, kinds.PATH, "Write each service's log to a file here instead of stderr.")
     # Sampling
-    temperature: float = _setting(0.0, _real(0, 100), "0 is greedy: the likeliest token.")
-    top_k: int = _setting(0, _whole(0, 1024), "Draw from the k likeliest tokens; 0 draws from all.")
-    top_p: float = _setting(1.0, _SHARE, "Draw from the likeliest tokens that hold this share of the probability; 1: from all.")
-    min_p: float = _setting(0.0, _real(0, 1), "Draw from tokens at least this many times as likely as the likeliest.")
-    seed: int | None = _setting(None, _whole(0, 2**64 - 1), "Same seed, same reply; by default one is drawn and reported.")
-    max_tokens: int | None = _setting(None, _TOKENS, "Most tokens of the reply; by default until the limit of the context.")
-    stop_token_ids: tuple[int, ...] = _setting((), _IDS, "Token ids that end the reply.")
-    ignore_eos: bool = _setting(False, _BOOL, "Do not stop at the model's own end tokens.")
+    temperature: float = _setting(0.0, kinds.real(0, 100), "0 is greedy: the likeliest token.")
+    top_k: int = _setting(0, kinds.whole(0, 1024), "Draw from the k likeliest tokens; 0 draws from all.")
+    top_p: float = _setting(
+        1.0, kinds.SHARE, "Draw from the likeliest tokens that hold this share of the probability; 1: from all."
+    )
+    min_p: float = _setting(0.0, kinds.real(0, 1), "Draw from tokens at least this many times as likely as the likeliest.")
+    seed: int | None = _setting(None, kinds.whole(0, 2**64 - 1), "Same seed, same reply; by default one is drawn and reported.")
+    max_tokens: int | None = _setting(
+        None, kinds.TOKENS, "Most tokens of the reply; by default until the limit of the context."
+    )
+    stop_token_ids: tuple[int, ...] = _setting((), kinds.IDS, "Token ids that end the reply.")
+    ignore_eos: bool = _setting(False, kinds.BOOL, "Do not stop at the model's own end tokens.")
     # Checking
-    expected: Path | None = _setting(None, _PATH, "Reference data: a .safetensors file with input_ids, logits, ...")
-    tolerance: float = _setting(2e-4, _real(0), "Largest error that passes, relative to the largest logit.")
+    expected: Path | None = _setting(None, kinds.PATH, "Reference data: a .safetensors file with input_ids, logits, ...")
+    tolerance: float = _setting(2e-4, kinds.real(0), "Largest error that passes, relative to the largest logit.")
 
     @property
     def secret(self) -> bytes:
@@ -246,8 +157,22 @@ class Settings:
 
     def worker_address(self, rank: int) -> str:
         """Where `rank` listens."""
-        host, _, port = self.worker_bind.rpartition(":")
-        return f"{host}:{int(port) + rank if int(port) else 0}"
+        return _moved(self.worker_bind, rank)
+
+    def metrics_address(self, service: Literal["router", "pool-manager", "rank-worker"]) -> str | None:
+        """Where this service is read by Prometheus; None: nowhere."""
+        if self.metrics_bind is None:
+            return None
+        if service == "rank-worker":
+            assert self.rank is not None
+            return _moved(self.metrics_bind, 10 + self.rank)
+        return _moved(self.metrics_bind, 1 if service == "pool-manager" else 0)
+
+
+def _moved(address: str, ports: int) -> str:
+    """host:port that many ports on; port 0, any free one, stays."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + ports if int(port) else 0}"
 
 
 TABLE: dict[str, Field[Any]] = {setting.name: setting for setting in fields(Settings)}

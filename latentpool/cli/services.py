@@ -24,6 +24,7 @@ ROUTER = (
     "take_over",
     "max_waiting",
     "dead_after",
+    "metrics_bind",
     "log_level",
 )
 MANAGER = (
@@ -33,6 +34,7 @@ MANAGER = (
     "parallel",
     "kv_pages",
     "split",
+    "borrow",
     "cache",
     "plan_order",
     "headroom",
@@ -40,6 +42,7 @@ MANAGER = (
     "state_dir",
     "dead_after",
     "join_timeout",
+    "metrics_bind",
     "log_level",
 )
 WORKER = (
@@ -55,8 +58,11 @@ WORKER = (
     "memory",
     "page_rows",
     "chunk_rows",
+    "staging_rows",
+    "audit",
     "net_devices",
     "dead_after",
+    "metrics_bind",
     "log_level",
 )
 

@@ -67,6 +67,9 @@ def test_values_are_read_in_their_type():
         ({"temperature": "nan"}, "--temperature nan: temperature must be a number from 0 to 100"),
         ({"top_k": "2000"}, "--top-k 2000: top-k must be a whole number from 0 to 1024"),
         ({"chunk_rows": "100"}, "--chunk-rows 100: chunk-rows must be a multiple of 64 from 64 to 65536"),
+        ({"staging_rows": "96"}, "--staging-rows 96: staging-rows must be a multiple of 64 from 64 to 1048576"),
+        ({"staging_rows": "0"}, "--staging-rows 0: staging-rows must be a multiple of 64 from 64 to 1048576"),
+        ({"metrics_bind": ":9400"}, "--metrics-bind :9400: metrics-bind must be host:port, with a port from 0 to 65535"),
         ({"stop_token_ids": "1 x"}, "--stop-token-ids 1 x: stop-token-ids must be token ids such as 1 2 3"),
     ],
 )
@@ -136,3 +139,23 @@ def test_secret(tmp_path):
 def test_worker_ports():
     assert load().worker_address(3) == "127.0.0.1:7423"
     assert load({"worker_bind": "10.0.0.1:0"}).worker_address(3) == "10.0.0.1:0"
+
+
+def test_settings_of_the_split():
+    assert (load().borrow, load().audit, load().staging_rows) == (True, False, 32768)
+    write("borrow = false\naudit = true\nstaging-rows = 1048576")
+    assert (load().borrow, load().audit, load().staging_rows) == (False, True, 1 << 20)
+    assert load({"borrow": True, "audit": False}).borrow is True
+    assert config.as_flags(load(), ("borrow", "audit")) == ["--no-borrow", "--audit"]
+
+
+def test_one_address_for_the_metrics_of_every_service_of_a_host():
+    services = ("router", "pool-manager", "rank-worker")
+    assert [load({"rank": "1"}).metrics_address(service) for service in services] == [None] * 3
+    told = [load({"rank": rank, "metrics_bind": "127.0.0.1:7430"}) for rank in "07"]
+    assert [[settings.metrics_address(service) for service in services] for settings in told] == [
+        ["127.0.0.1:7430", "127.0.0.1:7431", "127.0.0.1:7440"],
+        ["127.0.0.1:7430", "127.0.0.1:7431", "127.0.0.1:7447"],
+    ]
+    any_port = load({"rank": "3", "metrics_bind": "127.0.0.1:0"})
+    assert {any_port.metrics_address(service) for service in services} == {"127.0.0.1:0"}
