@@ -36,10 +36,13 @@ class LocalGroup:
         kv_cache: Literal["f32", "bf16"] | None = None,
         kv_pages: Switch = "auto",
         split: Switch = "auto",
+        borrow: bool = True,
         context: int | None = None,
         parallel: int = 1,
         page_rows: int = 512,
         chunk_rows: int = 2048,
+        staging_rows: int = 32768,
+        audit: bool = False,
         memory_bytes: int = 1 << 30,
         headroom: int = 2048,
         secret: bytes = b"",
@@ -53,6 +56,7 @@ class LocalGroup:
                 parallel=parallel,
                 kv_pages=kv_pages,
                 split=split,
+                borrow=borrow,
                 headroom=headroom,
                 secret=secret,
             )
@@ -69,6 +73,8 @@ class LocalGroup:
                 memory_bytes=memory_bytes,
                 page_rows=page_rows,
                 chunk_rows=chunk_rows,
+                staging_rows=staging_rows,
+                audit=audit,
                 transport=transport,
             )
             for rank in range(world)

@@ -50,6 +50,7 @@ class PoolManagerSettings:
     parallel: int = 1
     kv_pages: Choice = "auto"
     split: Choice = "auto"
+    borrow: bool = True
     cache_bytes: int = 16 << 30
     plan_order: Order = "new"
     secret: bytes = b""

@@ -57,6 +57,8 @@ class RankWorkerSettings:
     memory_bytes: int | None = None
     page_rows: int = 512
     chunk_rows: int = 2048
+    staging_rows: int = 32768
+    audit: bool = False
     transport: Literal["ucx", "inproc"] = "ucx"
     net_devices: str = "lo"
     dead_after: float = 30.0
