@@ -1,4 +1,4 @@
-"""What goes into a round: frees, seats and tables first, then prompt chunks, then one window for all that decode."""
+"""What goes into a round: frees, seats and tables first, then carries, prompt chunks, and one window for all that decode."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Draft:
 
     operations: list[pb.Operation] = field(default_factory=list)
     conversations: list[Sequence[Conversation]] = field(default_factory=list)
+    released: list[Conversation] = field(default_factory=list)
+    """Their borrowed pages are given back in this round."""
 
     def add(self, operation: pb.Operation, conversations: Sequence[Conversation] = ()) -> None:
         self.operations.append(operation)
@@ -29,9 +31,11 @@ class Draft:
 
 class Composer:
     """Writes rounds for a group. Only it authors positions; the workers advance lanes alike. A conversation goes on from what
-    was sent, answered or not: its workers feed their own last token."""
+    was sent, answered or not: its workers feed their own last token. `owners`: ranks among which the rows are split, 1 where
+    every rank keeps them all."""
 
-    def __init__(self, page_rows: int, vocab: int, chunk_rows: int) -> None:
+    def __init__(self, page_rows: int, vocab: int, chunk_rows: int, owners: int = 1) -> None:
+        self.owners = owners
         self._page_rows = page_rows
         self._raw_rows = max(BLOCK, REPLY_BYTES // (4 * vocab) // BLOCK * BLOCK)
         self._raw_left = 0
@@ -45,50 +49,69 @@ class Composer:
         for c in leaving:
             draft.add(pb.Operation(free=pb.Free(lane=c.lane)), (c,))
         filling, decoding = book.running(Phase.FILLING), book.running(Phase.DECODING)
-        self._seat(draft, [*filling, *decoding])
+        for c in (*filling, *decoding):
+            self._seat(draft, c)
         windows = [c for c in decoding if self.can_decode(c)]
-        self._prompts(draft, filling, bool(windows))
+        carried = self._carries(draft, [*filling, *decoding], bool(windows))
+        self._prompts(draft, [c for c in filling if c.carry is None], self.pace.rows(bool(windows), carried))
         self._replies(draft, [c for c in windows if c.sent >= c.given_rows])
         self._given(draft, [c for c in windows if c.sent < c.given_rows])
         return draft
 
     def can_decode(self, c: Conversation) -> bool:
-        """Whether it takes part in this round's decode: it has rows left to run whatever is sampled, its pages came, and its
-        client reads."""
-        return c.sent < c.rows_at_end and not c.mailbox.full and c.has_pages(c.sent + c.window, self._page_rows)
+        """Whether it takes part in this round's decode: it has rows left to run whatever is sampled, its pages came and are
+        not on their way to another owner, and its client reads."""
+        may = c.sent < c.rows_at_end and c.carry is None and not c.mailbox.full
+        return may and c.has_pages(c.sent + c.window, self._page_rows)
 
     def learn(self, round_: pb.Round, seconds: float) -> None:
         """The slowest rank took so long for a round."""
-        blocks = sum(-(-len(operation.prompt.tokens) // BLOCK) for operation in round_.operations)
-        self.pace.learn(blocks, any(operation.HasField("decode") for operation in round_.operations), seconds)
+        operations = round_.operations
+        blocks = sum(-(-len(operation.prompt.tokens) // BLOCK) for operation in operations)
+        carried = sum(len(operation.carry.pages) for operation in operations) * self._page_rows
+        self.pace.learn(blocks, any(operation.HasField("decode") for operation in operations), seconds, carried)
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
-    def _seat(self, draft: Draft, conversations: Sequence[Conversation]) -> None:
-        for c in conversations:
-            if not c.bound:
-                s = c.sampling
-                bind = pb.Bind(
-                    lane=c.lane,
-                    conversation=c.id,
-                    temperature=s.temperature,
-                    top_k=s.top_k,
-                    seed=c.seed,
-                    top_p=s.top_p,
-                    min_p=s.min_p,
-                )
-                draft.add(pb.Operation(bind=bind))
-                c.bound = True
-            if c.tabled < len(c.pages):
-                table = pb.Table(lane=c.lane, first_slot=c.tabled, pages=c.pages[c.tabled :])
-                draft.add(pb.Operation(table=table))
-                c.tabled = len(c.pages)
+    def _seat(self, draft: Draft, c: Conversation) -> None:
+        """What the workers must know before they run anything for it. While it is carried its new pages are on the way."""
+        new = not c.bound
+        if new:
+            draft.add(pb.Operation(bind=_bind(c)))
+            c.bound = True
+        if c.carry is None and c.tabled < len(c.pages):
+            table = pb.Table(lane=c.lane, first_slot=c.tabled, pages=c.pages[c.tabled :])
+            draft.add(pb.Operation(table=table))
+            c.tabled = len(c.pages)
+        if new and c.borrowed:
+            draft.add(pb.Operation(borrow=pb.Borrow(lane=c.lane, first_slot=0, pages=c.borrowed)))
+        if c.recalled:
+            self._release(draft, c)
 
-    def _prompts(self, draft: Draft, filling: Sequence[Conversation], others_decode: bool) -> None:
-        """Chunks of prompts in the order in which they are served, as many rows as the round may hold."""
-        left = self.pace.rows(others_decode)
+    @staticmethod
+    def _release(draft: Draft, c: Conversation) -> None:
+        draft.add(pb.Operation(release=pb.Release(lane=c.lane)), (c,))
+        draft.released.append(c)
+        c.borrowed, c.recalled = [], False
+
+    def _carries(self, draft: Draft, conversations: Sequence[Conversation], others_decode: bool) -> int:
+        """Slices of carries under way, whole pages, as many as the round may hold but at least one. Returns their rows."""
+        left = most = max(self.pace.carried_rows(others_decode) // self._page_rows, 1)
+        for c in conversations:
+            if not left or c.carry is None or c.carry.all_sent:
+                continue
+            carry, start = c.carry, c.carry.sent
+            pages = carry.pages[start : start + left]
+            carry.sent += len(pages)
+            left -= len(pages)
+            slice_ = pb.Carry(lane=c.lane, owner=carry.owner, first_slot=start, pages=pages, last=carry.all_sent)
+            draft.add(pb.Operation(carry=slice_), (c,))
+        return (most - left) * self._page_rows
+
+    def _prompts(self, draft: Draft, filling: Sequence[Conversation], left: int) -> None:
+        """Chunks of prompts in the order in which they are served, `left` rows at most."""
         for c in filling:
-            rows = min(left, c.prompt_rows - c.sent)
+            mode, rows = self._mode(c, min(left, c.prompt_rows - c.sent))
             if _logits(c) == pb.LOGITS_RAW:
                 rows = min(rows, self._raw_left // BLOCK * BLOCK)
                 self._raw_left -= rows
@@ -103,12 +126,27 @@ class Composer:
                 last=last,
                 logits=_logits(c),
                 log_probs=log_probs((c,)) if last and not c.generated else 0,
+                mode=mode,
             )
             if c.scoring is not None and end < len(c.tokens):
                 prompt.following = int(c.tokens[end])
             draft.add(pb.Operation(prompt=prompt), (c,))
             c.advance(rows)
             left -= -(-rows // BLOCK) * BLOCK
+            if c.borrowed and (last or end == self._borrowed_rows(c)):
+                self._release(draft, c)
+
+    def _mode(self, c: Conversation, rows: int) -> tuple[pb.PromptMode.ValueType, int]:
+        """Where the ranks find latent rows in its next chunk, and how many of so many rows the chunk may have then."""
+        if self.owners == 1:
+            return pb.PROMPT_MODE_LOCAL, rows
+        if c.borrowed:
+            return pb.PROMPT_MODE_BORROWED, min(rows, self._borrowed_rows(c) - c.sent)
+        return pb.PROMPT_MODE_FETCH, rows
+
+    def _borrowed_rows(self, c: Conversation) -> int:
+        """Rows of the slots for which other owners lend it pages."""
+        return len(c.borrowed) // (self.owners - 1) * self._page_rows
 
     def _replies(self, draft: Draft, replies: Sequence[Conversation]) -> None:
         """One operation for all replies: each lane's last token is run, and the next one sampled."""
@@ -135,6 +173,20 @@ class Composer:
                     decode.following.append(c.token(c.sent + rows))
                 c.advance(rows)
             draft.add(pb.Operation(decode=decode), group)
+
+
+def _bind(c: Conversation) -> pb.Bind:
+    s = c.sampling
+    return pb.Bind(
+        lane=c.lane,
+        conversation=c.id,
+        temperature=s.temperature,
+        top_k=s.top_k,
+        seed=c.seed,
+        top_p=s.top_p,
+        min_p=s.min_p,
+        owner=c.owner,
+    )
 
 
 def log_probs(conversations: Iterable[Conversation]) -> int:

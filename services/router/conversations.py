@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,6 +32,21 @@ class Scoring:
 
     decode_from: int
     raw: bool
+
+
+@dataclass(slots=True)
+class Carry:
+    """The way of a conversation's rows to another owner. It holds both owners' pages until the last slice is answered."""
+
+    owner: int
+    pages: list[int]
+    """Ids of the new owner for slots 0, 1, ...: at least as many as it has pages."""
+    sent: int = 0
+    """Slots whose slices were sent."""
+
+    @property
+    def all_sent(self) -> bool:
+        return self.sent == len(self.pages)
 
 
 @dataclass(slots=True)
@@ -76,6 +91,12 @@ class Conversation:
     pages: list[int] = field(default_factory=list)
     tabled: int = 0
     """Pages that the workers were told of."""
+    borrowed: list[int] = field(default_factory=list)
+    """Pages that other owners lend for its fill, slot by slot from slot 0 on; empty once they are released."""
+    recalled: bool = False
+    """Whether the borrowed pages go back before anything else is run for it."""
+    carry: Carry | None = None
+    """Nothing is run for it, and no page is asked for, while its rows are on their way to another owner."""
     asked_rows: int = 0
     """Rows of the extension that the manager has not answered yet, or 0."""
     dry_until: float = 0.0
@@ -93,6 +114,12 @@ class Conversation:
     """Rows up to here are run again since it was parked: their tokens are known, and so is the one after them."""
     parked: int = 0
     """How often it was parked."""
+    borrowed_tokens: int = 0
+    """Prompt tokens answered that were computed on copies in borrowed pages; they count again after parking."""
+    fetched_tokens: int = 0
+    """The same for those computed on rows that the owner sent."""
+    carried: int = 0
+    """How often its rows moved to another owner."""
 
     @property
     def order(self) -> tuple[bool, bool, int]:
@@ -147,9 +174,10 @@ class Conversation:
 
     # ---- progress ---------------------------------------------------------------------------------------------
 
-    def admit(self, owner: int, pages: list[int], now: float) -> None:
+    def admit(self, owner: int, pages: list[int], now: float, borrowed: Sequence[int] = ()) -> None:
         self.owner = owner
         self.pages = pages
+        self.borrowed = list(borrowed)
         self.phase = Phase.FILLING
         self.times.admitted = self.times.admitted or now
 
@@ -159,12 +187,20 @@ class Conversation:
         if self.phase is Phase.FILLING and self.sent == self.prompt_rows:
             self.phase = Phase.DECODING
 
+    def arrive(self) -> None:
+        """Its rows are with their new owner, and so are the tables of the workers that know it."""
+        assert self.carry is not None
+        self.owner, self.pages = self.carry.owner, self.carry.pages
+        self.tabled = self.carry.sent
+        self.carry = None
+
     def come_back(self) -> None:
         """It has left its lane and holds nothing: it waits again, and everything it ran will be run again."""
         self.phase = Phase.WAITING
         self.lane = self.ahead = -1
         self.bound = self.leaving = False
-        self.pages = []
+        self.recalled = False
+        self.pages, self.borrowed, self.carry = [], [], None
         self.tabled = self.asked_rows = self.sent = self.answered = 0
         self.dry_until = 0.0
         self.parked += 1

@@ -25,5 +25,15 @@ class Counters:
     """Times a conversation gave its pages to others."""
     replayed_tokens: int = 0
     """Reply tokens sampled again after parking, and compared."""
+    borrowed_chunks: int = 0
+    """Chunks of prompts answered that were computed on copies in borrowed pages."""
+    fetched_chunks: int = 0
+    """Chunks of prompts answered that were computed on rows that the owner sent."""
+    recalls: int = 0
+    """Times a fill lost its borrowed pages before they were used up."""
+    carries: int = 0
+    """Times a conversation's rows moved to another owner."""
+    carried_pages: int = 0
+    """Pages of answered slices, those of carries that did not end included."""
     mailbox_stalls: int = 0
     """Times a conversation stopped because its client did not read."""

@@ -78,7 +78,8 @@ class Group:
     async def _serve(self, granted: pool_manager_pb2.Granted, workers: Workers) -> LatentPoolError | None:
         plan = granted.plan
         geometry = _geometry(granted.identity.config_json)
-        composer = Composer(plan.page_rows, geometry.vocab, self._chunk_rows)
+        owners = plan.world if plan.split else 1
+        composer = Composer(plan.page_rows, geometry.vocab, self._chunk_rows, owners)
         loop = RoundLoop(self._session, workers, composer, Book(plan.lanes), geometry.vocab, plan.page_rows)
         self._session.attend(loop.on_answer)
         rounds = asyncio.create_task(self._rounds(loop, workers, granted))

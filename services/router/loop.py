@@ -13,7 +13,7 @@ from latentpool.v1 import pool_manager_pb2, router_pb2
 from latentpool.v1 import rank_worker_pb2 as pb
 from services.router import digests
 from services.router.compose import Composer, Draft
-from services.router.conversations import Book, Conversation, Phase
+from services.router.conversations import Book, Carry, Conversation, Phase
 from services.router.manager import Session
 from services.router.outcomes import Outcomes
 from services.router.workers import Workers
@@ -101,8 +101,24 @@ class RoundLoop:
         self.book.rest_over(c.lane)
         if c.phase is Phase.PARKED:
             self.book.come_back(c)
-        for other in self.book.seated.values():
-            other.dry_until = 0.0
+        self._pages_came()
+
+    def _carried(self, c: Conversation, carry: pb.Carry, seq: int) -> None:
+        """A slice is with the new owner on every rank. With the last one the conversation goes on there, unless it has ended
+        or parks: then all it holds goes back when its lane is freed."""
+        self.counters.carried_pages += len(carry.pages)
+        if not carry.last or not c.runs:
+            return
+        c.arrive()
+        c.carried += 1
+        self.counters.carries += 1
+        self._session.carried(c.id, seq)
+        self._pages_came()
+
+    def _pages_came(self) -> None:
+        """The manager may have pages again for those it left dry."""
+        for c in self.book.seated.values():
+            c.dry_until = 0.0
 
     # ---- the verbs ------------------------------------------------------------------------------------------------
 
@@ -120,6 +136,8 @@ class RoundLoop:
             for index, (operation, conversations) in enumerate(zip(round_.operations, draft.conversations, strict=True)):
                 if operation.HasField("free"):
                     self._vacated(conversations[0])
+                elif operation.HasField("carry"):
+                    self._carried(conversations[0], operation.carry, round_.seq)
                 else:
                     self._outcomes.give(operation, conversations, [result.results[index] for result in results])
             self._composer.learn(round_, max(r.compute_seconds + r.exchange_seconds for r in results))
@@ -144,7 +162,8 @@ class RoundLoop:
         now, needs = self._clock(), []
         for c in self.book.seated.values():
             rows = min(max(c.sent, c.prompt_rows) + AHEAD_ROWS, c.rows_at_end)
-            if c.runs and not c.asked_rows and now >= c.dry_until and not c.has_pages(rows, self._page_rows):
+            may = c.runs and c.carry is None and not c.asked_rows and now >= c.dry_until
+            if may and not c.has_pages(rows, self._page_rows):
                 c.asked_rows = rows
                 needs.append(pool_manager_pb2.Need(conversation=c.id, rows=rows))
         if needs:
@@ -152,13 +171,15 @@ class RoundLoop:
 
     def compose(self) -> Draft:
         """The next round, empty where there is nothing to do or enough in flight. Those who leave are freed in it, and their
-        pages fenced by it."""
+        pages fenced by it; so are borrowed pages that it gives back."""
         if self._workers.in_flight == ROUNDS_IN_FLIGHT:
             return Draft()
         self._count_stalls()
         draft = self._composer.compose(self.book, self._leaving)
         for c in self._leaving:
             self._session.finish(c.id, self._workers.seq + 1)
+        for c in draft.released:
+            self._session.released(c.id, self._workers.seq + 1)
         self._leaving.clear()
         if not draft.operations and not self._workers.in_flight and self._ping_due:
             draft.add(pb.Operation(ping=pb.Ping()))
@@ -194,13 +215,21 @@ class RoundLoop:
         """Takes an answer of the manager. Raises EpochError if it makes no sense."""
         if answer.HasField("extended"):
             self._extended(answer.extended)
+        elif answer.HasField("orders"):
+            self._ordered(answer.orders)
         c = self._admits.get(answer.key)
         if c is not None and answer.HasField("admitted"):
             del self._admits[answer.key]
-            c.admit(answer.admitted.owner, list(answer.admitted.pages), self._clock())
+            self._admitted(c, answer.admitted)
         elif c is not None and answer.HasField("refused"):
             self._refused(c, answer.refused)
         self.wake.set()
+
+    def _admitted(self, c: Conversation, admitted: pool_manager_pb2.Admitted) -> None:
+        peers = self._composer.owners - 1
+        if len(admitted.borrowed) % peers if peers else admitted.borrowed:
+            raise EpochError(f"the pool manager lent {len(admitted.borrowed)} pages where {peers} owners lend one a slot")
+        c.admit(admitted.owner, list(admitted.pages), self._clock(), admitted.borrowed)
 
     def _refused(self, c: Conversation, refused: pool_manager_pb2.Refused) -> None:
         if not refused.final:
@@ -221,9 +250,45 @@ class RoundLoop:
             c.asked_rows = 0
             if grant.pages and grant.first_slot != len(c.pages):
                 raise EpochError(f"the pool manager granted slot {grant.first_slot} where slot {len(c.pages)} comes next")
+            if grant.pages and c.carry is not None:
+                raise EpochError(f"the pool manager granted pages to conversation {c.id} while it is carried")
             c.pages += grant.pages
             c.dry_until = 0.0 if grant.pages else self._clock() + _DRY_SECONDS
         for conversation in extended.park:
             c = self.book.find(conversation)
             if c is not None and c.runs:
                 self.park(c)
+
+    def _ordered(self, orders: pool_manager_pb2.Orders) -> None:
+        """An order from before a conversation ended or was parked does not concern it any more, as above."""
+        for conversation in orders.recall:
+            c = self.book.find(conversation)
+            if c is not None and c.runs:
+                self._recall(c)
+        for order in orders.carry:
+            c = self.book.find(order.conversation)
+            if c is not None and c.runs:
+                self._carry(c, order)
+
+    def _recall(self, c: Conversation) -> None:
+        """Its borrowed pages go back, if it has any: at the next round, or at once where the workers do not know it yet."""
+        if not c.borrowed or c.recalled:
+            return
+        self.counters.recalls += 1
+        c.recalled = c.bound
+        if not c.bound:
+            c.borrowed = []
+            self._session.released(c.id, self._workers.seq)
+
+    def _carry(self, c: Conversation, order: pool_manager_pb2.CarryOrder) -> None:
+        """It moves to another owner: slice by slice, or at once where the workers do not know it yet and it has no rows."""
+        if c.carry is not None or len(order.pages) < len(c.pages):
+            raise EpochError(
+                f"the pool manager carries conversation {c.id} with {len(c.pages)} pages to {len(order.pages)} pages of rank "
+                f"{order.owner}" + (f" while it is carried to rank {c.carry.owner}" if c.carry is not None else "")
+            )
+        self._recall(c)
+        c.carry = Carry(order.owner, list(order.pages))
+        if not c.bound:
+            c.arrive()
+            self._session.carried(c.id, self._workers.seq)

@@ -1,4 +1,4 @@
-"""The router's stream to the pool manager: the term, then admissions, extensions and ends."""
+"""The router's stream to the pool manager: the term, then admissions, extensions, moves and ends."""
 
 from __future__ import annotations
 
@@ -145,6 +145,12 @@ class Session:
 
     def finish(self, conversation: int, fence_seq: int) -> int:
         return self._send(pb.SessionRequest(finish=pb.Finish(conversation=conversation, fence_seq=fence_seq)))
+
+    def released(self, conversation: int, fence_seq: int) -> int:
+        return self._send(pb.SessionRequest(released=pb.Released(conversation=conversation, fence_seq=fence_seq)))
+
+    def carried(self, conversation: int, fence_seq: int) -> int:
+        return self._send(pb.SessionRequest(carried=pb.Carried(conversation=conversation, fence_seq=fence_seq)))
 
     def answered(self, seq: int) -> None:
         self._send(pb.SessionRequest(answered=pb.Answered(seq=seq)))

@@ -39,6 +39,12 @@ class Outcomes:
     def _prompted(self, c: Conversation, prompt: pb.Prompt, parts: Sequence[pb.OperationResult]) -> None:
         rows = len(prompt.tokens)
         self._counters.prompt_rows += rows
+        if prompt.mode == pb.PROMPT_MODE_BORROWED:
+            self._counters.borrowed_chunks += 1
+            c.borrowed_tokens += rows
+        elif prompt.mode == pb.PROMPT_MODE_FETCH:
+            self._counters.fetched_chunks += 1
+            c.fetched_tokens += rows
         if c.phase is Phase.ENDED:
             return
         first, c.answered = c.answered, c.answered + rows
@@ -124,6 +130,9 @@ class Outcomes:
                 prompt_tokens=c.prompt_rows,
                 generated_tokens=len(c.tokens) - c.prompt_rows + len(c.generated),
                 parked=c.parked,
+                borrowed_tokens=c.borrowed_tokens,
+                fetched_tokens=c.fetched_tokens,
+                carried=c.carried,
             ),
             owner=c.owner,
             seed=c.seed,
