@@ -1,4 +1,4 @@
-"""A thin typed asyncio client: the router's calls, and a pool manager's reading calls."""
+"""A thin typed asyncio client: the router's calls, and those of a pool manager that operators make."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Client(_Caller):
 
 
 class AdminClient(_Caller):
-    """Reading calls of a pool manager at host:port. Errors as Client's."""
+    """What operators ask of a pool manager at host:port. Errors as Client's."""
 
     def __init__(self, address: str, timeout: float = 10.0) -> None:
         super().__init__(address)
@@ -171,6 +171,12 @@ class AdminClient(_Caller):
         """What is wrong with the books; empty where they are whole."""
         request = pool_admin_pb2.CheckIntegrityRequest()
         return list((await self._call(self._stub.CheckIntegrity(request, timeout=self._timeout))).violations)
+
+    async def carry(self, conversation: int, owner: int | None = None) -> pool_admin_pb2.CarryResponse:
+        """Moves a running conversation to another owner (None: the rank with most free pages) and waits until it is there,
+        however long; cancelling the wait does not stop the move. Raises NotServedError where it cannot be moved now,
+        LatentPoolError where nobody knows it or it ended on its way."""
+        return await self._call(self._stub.Carry(pool_admin_pb2.CarryRequest(conversation=conversation, owner=owner)))
 
 
 def _particulars(error: grpc.aio.AioRpcError) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def in_words(service: str, address: str, flag: str) -> Any:
     try:
         yield
     except EpochError as error:
-        if "connect" not in str(error).lower():
+        if "failed to connect" not in str(error).lower():
             raise
         advice = f"start a group with latentpool up, or name another address with {flag}"
         raise LatentPoolError(f"no {service} answers at {address}: {advice}") from None

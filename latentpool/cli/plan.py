@@ -65,21 +65,21 @@ def make_plan(settings: Settings) -> planner.Plan:
     dtype = settings.dtype or geometry.dtype
     kv_dtype = settings.kv_cache or dtype
     context = settings.context or geometry.max_context
-    mode, split = planner.decide(settings.kv_pages, settings.split, world, serving=False)
+    mode, _ = planner.decide(settings.kv_pages, settings.split, world)
     if settings.fixed is not None:
         fixed = [settings.fixed] * world
     else:
         arguments = (dtype, kv_dtype, mode, context, settings.page_rows)
         fixed = [planner.lane_fixed(geometry, world, rank, *arguments) for rank in range(world)]
-    return planner.plan(
+    return planner.choose(
+        settings.kv_pages,
+        settings.split,
         room=[settings.room] * world,
         context=context,
         lanes=settings.parallel,
         cache_budget=settings.cache,
         geometry=geometry,
         world=world,
-        mode=mode,
-        split=split,
         fixed=fixed,
         kv_dtype=kv_dtype,
         page_rows=settings.page_rows,

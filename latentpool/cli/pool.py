@@ -1,8 +1,7 @@
-"""`latentpool pages`, `conversations`, `ranks`: what the pool manager knows."""
+"""`latentpool pages`, `conversations`, `carry`, `ranks`: what the pool manager knows, and what can be asked of it."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Annotated
 
 import typer
@@ -10,32 +9,24 @@ from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
-from rich.text import Text
 
 from latentpool.cli.calls import as_json, ask_manager
 from latentpool.cli.options import Json, takes
+from latentpool.cli.picture import picture
 from latentpool.config import Settings
 from latentpool.errors import LatentPoolError
-from latentpool.units import format_bytes, format_tokens
+from latentpool.units import format_bytes
 from latentpool.v1 import pool_admin_pb2 as pb
+from latentpool.v1 import rank_worker_pb2
 
-_CELLS = 64
-"""Cells of a line of the picture."""
-_LINES = 8
-"""Lines of a residue at most: in a larger pool a cell stands for several pages."""
 _WIDEST = 1_000
 """Columns of a table at most."""
-_LOOKS: dict[int, tuple[str, str, str]] = {
-    pb.PAGE_KIND_FREE: ("·", "dim", "free"),
-    pb.PAGE_KIND_LIVE: ("█", "", "live"),
-    pb.PAGE_KIND_FENCED: ("▒", "yellow", "given back, fenced"),
-    pb.PAGE_KIND_BORROWED: ("▚", "magenta", "borrowed"),
-    pb.PAGE_KIND_KEPT: ("▓", "blue", "kept"),
+_STATES = {
+    pb.CONVERSATION_STATE_WAITING: "waiting",
+    pb.CONVERSATION_STATE_RUNNING: "running",
+    pb.CONVERSATION_STATE_PARKING: "parking",
+    pb.CONVERSATION_STATE_CARRYING: "carrying",
 }
-_COLOURS = ("green", "cyan", "bright_yellow", "bright_magenta", "bright_blue", "bright_red")
-
-Cell = tuple[int, int]
-"""A page's kind and the conversation that holds it (0: none)."""
 
 
 @takes("manager")
@@ -46,7 +37,7 @@ def pages(
     ] = False,
     json: Json = False,
 ) -> None:
-    """A picture of the pool: a cell a page, by owner, in the colour of the conversation that holds it.
+    """A picture of the pool: a cell a page, by owner, in the colour of the conversation that holds or borrows it.
 
     \b
     latentpool pages
@@ -66,59 +57,6 @@ def pages(
         print(f"books: whole, all {reply.pages:,} pages accounted for")
 
 
-def picture(reply: pb.ListPagesResponse) -> Text:
-    """The pool as lines of cells, a group of lines a residue, then a legend."""
-    cells = _cells(reply)
-    rows = format_tokens(reply.pages * reply.page_rows)
-    text = Text(
-        f"{reply.pages:,} pages of {reply.page_rows} rows ({rows} tokens): {reply.free:,} free, {reply.reserved:,} reserved\n"
-    )
-    residues: dict[int | None, list[Cell]] = {}
-    for page in sorted(cells):
-        owner, cell = cells[page]
-        residues.setdefault(owner, []).append(cell)
-    scale = max((-(-len(held) // (_CELLS * _LINES)) for held in residues.values()), default=1)
-    for owner, held in residues.items():
-        label = "every rank" if owner is None else f"rank {owner}"
-        shown = [_most(held[start : start + scale]) for start in range(0, len(held), scale)]
-        for start in range(0, len(shown), _CELLS):
-            text.append(f"{label if start == 0 else '':>11} ")
-            for kind, conversation in shown[start : start + _CELLS]:
-                text.append(_LOOKS[kind][0], _style(kind, conversation))
-            text.append("\n")
-    return text.append(_legend(cells, scale))
-
-
-def _cells(reply: pb.ListPagesResponse) -> dict[int, tuple[int | None, Cell]]:
-    """Owner (None: every rank), kind and conversation of each page id."""
-    cells: dict[int, tuple[int | None, Cell]] = {}
-    for run in reply.runs:
-        owner = run.owner if run.HasField("owner") else None
-        for index in range(run.count):
-            cells[run.first + index * max(run.stride, 1)] = (owner, (run.kind, run.conversation))
-    return cells
-
-
-def _most(cells: list[Cell]) -> Cell:
-    """What most of these pages are, free ones aside: a page in use must not vanish among free ones."""
-    return Counter([cell for cell in cells if cell[0] != pb.PAGE_KIND_FREE] or cells).most_common(1)[0][0]
-
-
-def _style(kind: int, conversation: int) -> str:
-    return _COLOURS[conversation % len(_COLOURS)] if kind == pb.PAGE_KIND_LIVE else _LOOKS[kind][1]
-
-
-def _legend(cells: dict[int, tuple[int | None, Cell]], scale: int) -> Text:
-    legend = Text(" " * 12)
-    if scale > 1:
-        legend.append(f"a cell is {scale} pages, free if all are  ")
-    for (kind, conversation), count in sorted(Counter(cell for _, cell in cells.values()).items()):
-        legend.append(_LOOKS[kind][0], _style(kind, conversation))
-        what = f"conversation {conversation}" if kind == pb.PAGE_KIND_LIVE else _LOOKS[kind][2]
-        legend.append(f" {what} {count:,}  ")
-    return legend
-
-
 @takes("manager")
 def conversations(settings: Settings, json: Json = False) -> None:
     """Running and waiting conversations, with their lanes and pages.
@@ -131,17 +69,18 @@ def conversations(settings: Settings, json: Json = False) -> None:
     if json:
         print(as_json(listed))
         return
-    table = _table("conversation", "request", "state", "lane", "owner", "prompt tokens", "pages", "quota", "age")
+    table = _table("conversation", "request", "state", "lane", "owner", "prompt tokens", "pages", "borrowed", "quota", "age")
     for entry in listed:
-        running = entry.state == pb.CONVERSATION_STATE_RUNNING
+        waits = entry.state == pb.CONVERSATION_STATE_WAITING
         table.add_row(
             str(entry.conversation),
             entry.request_id,
-            "running" if running else "waiting",
-            str(entry.lane) if running else "",
-            f"rank {entry.owner}" if entry.HasField("owner") else "every rank" if running else "",
+            _state(entry),
+            "" if waits else str(entry.lane),
+            f"rank {entry.owner}" if entry.HasField("owner") else "" if waits else "every rank",
             f"{entry.prompt_tokens:,}",
             f"{entry.pages:,}",
+            f"{entry.borrowed:,}" if entry.borrowed else "",
             f"{entry.quota:,}",
             f"{entry.age_seconds:.1f} s",
         )
@@ -152,9 +91,42 @@ def conversations(settings: Settings, json: Json = False) -> None:
         console.print("no conversation runs or waits")
 
 
+def _state(entry: pb.ConversationInfo) -> str:
+    word = _STATES.get(entry.state, "unknown")
+    return f"{word} to rank {entry.carried_to}" if entry.HasField("carried_to") else word
+
+
+@takes("manager")
+def carry(
+    settings: Settings,
+    conversation: Annotated[
+        int, typer.Argument(metavar="CONVERSATION", min=0, max=2**64 - 1, help="Its number in latentpool conversations.")
+    ],
+    to: Annotated[
+        int | None,
+        typer.Option("--to", metavar="RANK", min=0, max=7, help="The new owner; by default the rank with most free pages."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Moves a running conversation to another owner, and tells when it is there. Its reply pauses and stays the same.
+
+    \b
+    latentpool carry 7
+    latentpool carry 7 --to 1 --json
+    """
+    reply = ask_manager(settings, lambda client: client.carry(conversation, to))
+    if json:
+        print(as_json(reply))
+        return
+    pages = f"{reply.pages:,} page{'' if reply.pages == 1 else 's'}"
+    print(
+        f"conversation {conversation}: from rank {reply.from_owner} to rank {reply.to_owner}, {pages} in {reply.seconds:.2f} s"
+    )
+
+
 @takes("manager")
 def ranks(settings: Settings, json: Json = False) -> None:
-    """The group's ranks: state, memory, and how long ago each was heard of.
+    """The group's ranks: state, memory, what each sent to the others, and how long ago it was heard of.
 
     \b
     latentpool ranks
@@ -164,7 +136,7 @@ def ranks(settings: Settings, json: Json = False) -> None:
     if json:
         print(as_json(reply))
         return
-    table = _table("rank", "state", "host", "address", "loaded", "resident", "room", "heard")
+    table = _table("rank", "state", "host", "address", "loaded", "resident", "room", "sent", "heard")
     for entry in reply.ranks:
         absent = entry.state == "absent"
         table.add_row(
@@ -175,12 +147,25 @@ def ranks(settings: Settings, json: Json = False) -> None:
             "" if absent else f"{format_bytes(entry.loaded_bytes)} of {format_bytes(entry.total_bytes)}",
             "" if absent else format_bytes(entry.resident_bytes),
             "" if not entry.room_bytes else format_bytes(entry.room_bytes),
+            "" if absent else _sent(entry.sent),
             "" if absent else f"{entry.heartbeat_age_seconds:.1f} s ago",
         )
     console = Console()
     _show(console, table)
     router = f"router {reply.router}" if reply.router else "no router"
     console.print(f"group: {reply.group_state}; epoch {reply.epoch}, term {reply.term}; {router}", highlight=False)
+
+
+def _sent(sent: rank_worker_pb2.LinkBytes) -> str:
+    """All bytes, then the share of each kind: "1.24 GiB (sums 97%, outputs 3%, rows <1%)"."""
+    kinds = {field.name: value for field, value in sent.ListFields()}
+    total = sum(kinds.values())
+    if not total:
+        return format_bytes(0)
+    shares = ", ".join(
+        f"{kind} {f'{100 * count / total:.0f}%' if 100 * count >= total else '<1%'}" for kind, count in kinds.items()
+    )
+    return f"{format_bytes(total)} ({shares})"
 
 
 def _table(*columns: str) -> Table:

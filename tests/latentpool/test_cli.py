@@ -1,4 +1,4 @@
-"""What holds for every command: help by example, errors in a line, exit codes; and the picture of the pool."""
+"""What holds for every command: help by example, errors in a line, exit codes."""
 
 import socket
 
@@ -7,13 +7,11 @@ from typer.testing import CliRunner
 
 from latentpool.cli import services
 from latentpool.cli.app import app
-from latentpool.cli.pool import picture
 from latentpool.cli.talk import read_prompt
 from latentpool.errors import ConfigError
-from latentpool.v1 import pool_admin_pb2 as pb
 
 RUN = ("demo", "up", "router", "pool-manager", "rank-worker")
-COMMANDS = (*RUN, "generate", "score", "plan", "pages", "conversations", "ranks", "bench", "verify")
+COMMANDS = (*RUN, "generate", "score", "plan", "pages", "conversations", "carry", "ranks", "bench", "verify")
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +38,7 @@ def test_help_teaches_by_example(command):
     assert "--config" in shown.stdout
 
 
-@pytest.mark.parametrize("command", ["plan", "pages", "conversations", "ranks", "verify", "generate", "score"])
+@pytest.mark.parametrize("command", ["plan", "pages", "conversations", "carry", "ranks", "verify", "generate", "score"])
 def test_what_lists_can_print_json(command):
     assert "--json" in run(command, "--help").stdout
 
@@ -51,6 +49,7 @@ def test_what_lists_can_print_json(command):
         (("pages", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
         (("ranks", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
         (("conversations", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
+        (("carry", "7", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
         (("generate", "hello", "--address", "127.0.0.1:1"), "router", "--address"),
         (("score", "hello", "--address", "127.0.0.1:1"), "router", "--address"),
     ],
@@ -101,50 +100,6 @@ def test_prompts(tmp_path):
         read_prompt(None, tmp_path / "absent", None)
 
 
-def pool(*runs, pages):
-    return pb.ListPagesResponse(runs=runs, pages=pages, free=3, reserved=2, page_rows=64)
-
-
-def test_picture_of_replicated_pages():
-    drawn = picture(
-        pool(
-            pb.PageRun(first=0, count=2, stride=1, kind=pb.PAGE_KIND_LIVE, conversation=7),
-            pb.PageRun(first=3, count=1, stride=1, kind=pb.PAGE_KIND_FENCED),
-            pb.PageRun(first=2, count=1, stride=1, kind=pb.PAGE_KIND_FREE),
-            pages=4,
-        )
-    ).plain
-    assert "4 pages of 64 rows (256 tokens): 3 free, 2 reserved" in drawn
-    assert " every rank ██·▒\n" in drawn
-    assert "conversation 7 2" in drawn
-
-
-def test_picture_of_owned_pages_has_a_line_an_owner():
-    drawn = picture(
-        pool(
-            pb.PageRun(first=0, count=3, stride=2, kind=pb.PAGE_KIND_FREE, owner=0),
-            pb.PageRun(first=1, count=3, stride=2, kind=pb.PAGE_KIND_KEPT, owner=1),
-            pages=6,
-        )
-    ).plain
-    assert "     rank 0 ···\n" in drawn
-    assert "     rank 1 ▓▓▓\n" in drawn
-
-
-def test_one_page_in_use_shows_in_a_large_pool():
-    drawn = picture(
-        pool(
-            pb.PageRun(first=0, count=99_999, stride=1, kind=pb.PAGE_KIND_FREE),
-            pb.PageRun(first=99_999, count=1, stride=1, kind=pb.PAGE_KIND_LIVE, conversation=1),
-            pages=100_000,
-        )
-    ).plain
-    lines = drawn.splitlines()
-    assert len(lines) <= 10
-    assert sum(line.count("█") for line in lines[1:-1]) == 1
-    assert "a cell is 196 pages" in drawn
-
-
 @pytest.mark.parametrize(
     ("arguments", "who"),
     [
@@ -168,10 +123,26 @@ def test_beyond_loopback_a_secret_is_needed():
     assert "set --secret-file" in result.stderr
 
 
-@pytest.mark.parametrize("command", [("router",), ("pool-manager",), ("rank-worker", "--model", "DIR", "--rank", "0")])
-def test_every_service_takes_dead_after(command, monkeypatch):
+def told(monkeypatch, *command):
+    """The settings of the service that a command would run."""
     made = []
-    monkeypatch.setattr(services, "_run", made.append)
-    assert run(*command, "--dead-after", "7").exit_code == 0
-    settings = made[0].settings if command == ("router",) else made[0]._settings
-    assert settings.dead_after == 7
+    monkeypatch.setattr(services, "_run", lambda service, *_: made.append(service))
+    assert run(*command).exit_code == 0
+    return made[0].settings if command[0] == "router" else made[0]._settings
+
+
+ROUTER, MANAGER, WORKER = ("router",), ("pool-manager",), ("rank-worker", "--model", "DIR", "--rank", "0")
+
+
+@pytest.mark.parametrize("command", [ROUTER, MANAGER, WORKER])
+def test_every_service_takes_dead_after(command, monkeypatch):
+    assert told(monkeypatch, *command, "--dead-after", "7").dead_after == 7
+
+
+def test_settings_of_the_split_reach_the_services(monkeypatch):
+    assert told(monkeypatch, *MANAGER).borrow is True
+    assert told(monkeypatch, *MANAGER, "--no-borrow").borrow is False
+    worker = told(monkeypatch, *WORKER)
+    assert (worker.audit, worker.staging_rows) == (False, 32768)
+    worker = told(monkeypatch, *WORKER, "--audit", "--staging-rows", "640")
+    assert (worker.audit, worker.staging_rows) == (True, 640)
