@@ -30,13 +30,13 @@ def planned(arguments):
 @pytest.mark.parametrize(
     ("arguments", "stream_pages", "cache_gib"),
     [
-        ("--world 2 --room 15.2GiB --context 1M --parallel 8 --fixed 180MiB", 2056, 1.17),
+        ("--world 2 --room 15.2GiB --context 1M --parallel 8 --fixed 180MiB --split off", 2056, 1.17),
         ("--world 2 --room 15.2GiB --context 1M --parallel 8 --fixed 180MiB --split on", 4104, 0.443),
-        ("--world 2 --room 9.5GiB --context 128k --parallel 4 --fixed 180MiB --plan-order stated", 260, 7.35),
-        ("--world 2 --room 9.5GiB --context 128k --parallel 4 --fixed 180MiB", 1028, 2.57),
+        ("--world 2 --room 9.5GiB --context 128k --parallel 4 --fixed 180MiB --plan-order stated --split off", 260, 7.35),
+        ("--world 2 --room 9.5GiB --context 128k --parallel 4 --fixed 180MiB --split off", 1028, 2.57),
         ("--world 2 --room 9.5GiB --context 128k --parallel 4 --fixed 180MiB --split on", 1028, 5.58),
-        ("--world 2 --room 15.2GiB --context 256k --parallel 8 --fixed 180MiB", 2052, 1.19),
-        ("--world 3 --room 37.62GiB --context 1M --parallel 8 --fixed 106.7MiB", 4098, 11.38),
+        ("--world 2 --room 15.2GiB --context 256k --parallel 8 --fixed 180MiB --split off", 2052, 1.19),
+        ("--world 3 --room 37.62GiB --context 1M --parallel 8 --fixed 106.7MiB --split off", 4098, 11.38),
         ("--world 3 --room 37.62GiB --context 1M --parallel 8 --fixed 106.7MiB --split on", 9006, 16),
     ],
 )
@@ -45,6 +45,24 @@ def test_golden_rows(arguments, stream_pages, cache_gib):
     assert plan["stream_pages"] == stream_pages
     assert plan["stream_tokens"] == stream_pages * 512
     assert plan["cache_bytes"] / GIB == pytest.approx(cache_gib, abs=0.006)
+
+
+def test_owners_are_the_default_from_two_ranks():
+    arguments = "--room 37.62GiB --context 1M --parallel 8 --fixed 106.7MiB --world"
+    assert planned(f"{arguments} 3") == planned(f"{arguments} 3 --split on")
+    assert planned(f"{arguments} 3")["split"] is True
+    assert planned(f"{arguments} 3 --kv-pages off --parallel 2")["split"] is False
+    assert planned(f"{arguments} 1")["split"] is False
+
+
+def test_every_row_on_every_rank_where_only_that_serves_the_context():
+    """A page of an owner holds its index part for every rank: 13,824 bytes a token at W = 2 against 13,056."""
+    arguments = "--world 2 --room 14.4GiB --context 1M --parallel 8 --fixed 180MiB"
+    shown = run(arguments)
+    assert shown.exit_code == 0
+    assert "note: rows are kept on every rank, because with owners " in " ".join(shown.stdout.split())
+    assert planned(arguments)["split"] is False
+    assert run(f"{arguments} --split on").exit_code == 1
 
 
 def test_no_cache_gives_pages_instead():
@@ -62,7 +80,7 @@ def test_a_refusal_has_numbers_and_exit_code_1():
 
 
 def test_the_table_for_people():
-    result = run("--world 2 --room 15.2GiB --context 1M --parallel 8 --fixed 180MiB")
+    result = run("--world 2 --room 15.2GiB --context 1M --parallel 8 --fixed 180MiB --split off")
     assert result.exit_code == 0
     for part in ("2,056", "1,052,672", "2,243", "1.17 GiB", "15.20 GiB", "6.38 MiB"):
         assert part in result.stdout
@@ -94,6 +112,7 @@ def test_settings_come_from_variables_and_file_too(tmp_path):
         ("--room lots", "--room lots: room must be a size such as"),
         ("", "--room is missing (or LATENTPOOL_ROOM, or room in the TOML file)"),
         ("--room 1GiB --split on --kv-pages off", "--split on --kv-pages off"),
+        ("--room 1GiB --split on --ranks 1", "--split on --ranks 1"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments, message):
