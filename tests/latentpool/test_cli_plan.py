@@ -52,7 +52,7 @@ def test_owners_are_the_default_from_two_ranks():
     assert planned(f"{arguments} 3") == planned(f"{arguments} 3 --split on")
     assert planned(f"{arguments} 3")["split"] is True
     assert planned(f"{arguments} 3 --kv-pages off --parallel 2")["split"] is False
-    assert planned(f"{arguments} 1")["split"] is False
+    assert planned(f"{arguments} 1 --parallel 2")["split"] is False
 
 
 def test_every_row_on_every_rank_where_only_that_serves_the_context():
