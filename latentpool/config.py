@@ -24,6 +24,10 @@ from latentpool.kinds import Kind
 ENV_PREFIX = "LATENTPOOL_"
 DEFAULT_FILE = Path("latentpool.toml")
 ROUTER_PORT, MANAGER_PORT, WORKER_PORT = 7410, 7411, 7420
+METRICS_PORTS = 10
+"""From the router's port for metrics to rank 0's."""
+
+ServiceName = Literal["router", "pool-manager", "rank-worker"]
 
 Switch = Literal["auto", "on", "off"]
 
@@ -159,13 +163,13 @@ class Settings:
         """Where `rank` listens."""
         return _moved(self.worker_bind, rank)
 
-    def metrics_address(self, service: Literal["router", "pool-manager", "rank-worker"]) -> str | None:
+    def metrics_address(self, service: ServiceName) -> str | None:
         """Where this service is read by Prometheus; None: nowhere."""
         if self.metrics_bind is None:
             return None
         if service == "rank-worker":
             assert self.rank is not None
-            return _moved(self.metrics_bind, 10 + self.rank)
+            return _moved(self.metrics_bind, METRICS_PORTS + self.rank)
         return _moved(self.metrics_bind, 1 if service == "pool-manager" else 0)
 
 

@@ -26,7 +26,21 @@ from latentpool.config import Settings
 from latentpool.errors import ConfigError
 from latentpool.geometry import Geometry
 
-_GROUP = ("ranks", "kv_pages", "split", "dtype", "kv_cache", "transport", "page_rows", "chunk_rows", "context", "parallel")
+_GROUP = (
+    "ranks",
+    "kv_pages",
+    "split",
+    "borrow",
+    "dtype",
+    "kv_cache",
+    "transport",
+    "page_rows",
+    "chunk_rows",
+    "staging_rows",
+    "audit",
+    "context",
+    "parallel",
+)
 _MOST_REQUESTS = 100_000
 _TICK = 0.5
 

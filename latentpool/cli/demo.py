@@ -15,7 +15,7 @@ from rich.console import Console
 
 import latentpool
 from latentpool.cli.options import takes
-from latentpool.cli.pool import picture
+from latentpool.cli.picture import picture
 from latentpool.cli.supervisor import Group
 from latentpool.cli.talk import SAMPLING, PromptText, sampling, stream_reply
 from latentpool.cli.up import checked, child_log, run_group

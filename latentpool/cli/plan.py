@@ -39,7 +39,7 @@ def plan(settings: Settings, json: Json = False) -> None:
 
     \b
     latentpool plan --model DIR --world 2 --room 15.2GiB --context 1M --parallel 8
-    latentpool plan --model DIR --world 2 --room 9.5GiB --context 128k --split on
+    latentpool plan --model DIR --world 2 --room 9.5GiB --context 128k --split off
     latentpool plan --model DIR --world 1 --room 2GiB --json
 
     Room is what a rank has left after weights, work buffers, links and the first lane's fixed part; `latentpool ranks` shows it

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import socket
@@ -202,9 +203,24 @@ def _with_ports(settings: Settings) -> Settings:
         base = int(port) or ports.free_run(host, settings.ranks)
         for rank in range(settings.ranks):
             ports.take(f"{host}:{base + rank}", f"rank {rank}")
-    return replace(
-        settings, manager_bind=manager, manager=manager, router_bind=router, address=router, worker_bind=f"{host}:{base}"
-    )
+        settings = replace(
+            settings, manager_bind=manager, manager=manager, router_bind=router, address=router, worker_bind=f"{host}:{base}"
+        )
+        return replace(settings, metrics_bind=_with_metrics_ports(settings, ports))
+
+
+def _with_metrics_ports(settings: Settings, ports: _Ports) -> str | None:
+    if settings.metrics_bind is None:
+        return None
+    host, _, port = settings.metrics_bind.rpartition(":")
+    first = f"{host}:{int(port) or ports.free_run(host, config.METRICS_PORTS + settings.ranks)}"
+    told = replace(settings, metrics_bind=first)
+    addresses = {"router": told.metrics_address("router"), "pool manager": told.metrics_address("pool-manager")}
+    addresses |= {f"rank {rank}": replace(told, rank=rank).metrics_address("rank-worker") for rank in range(settings.ranks)}
+    for who, address in addresses.items():
+        assert address is not None
+        ports.take(address, f"metrics of {who}")
+    return first
 
 
 class _Ports:
@@ -212,6 +228,7 @@ class _Ports:
 
     def __enter__(self) -> _Ports:
         self._sockets: list[socket.socket] = []
+        self._chosen: set[str] = set()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -223,19 +240,25 @@ class _Ports:
         held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
+            if address in self._chosen:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
             held.bind((host.strip("[]"), int(port)))
         except OSError as error:
             held.close()
             raise ConfigError(
                 f"{who} cannot listen on {address}: {(error.strerror or str(error)).lower()} (another latentpool, perhaps?); "
-                f"choose other addresses with --router-bind, --manager-bind and --worker-bind"
+                f"choose other addresses with --router-bind, --manager-bind, --worker-bind and --metrics-bind"
             ) from None
         self._sockets.append(held)
-        return f"{host}:{held.getsockname()[1]}"
+        chosen = f"{host}:{held.getsockname()[1]}"
+        self._chosen.add(chosen)
+        return chosen
 
     def free_run(self, host: str, count: int) -> int:
         """The first of `count` free ports in a row."""
         for base in range(20_000 + os.getpid() * 16 % 12_000, 60_000, count):  # groups started together look apart
+            if any(f"{host}:{port}" in self._chosen for port in range(base, base + count)):
+                continue  # held sockets do not listen, so they keep nobody out
             with contextlib.ExitStack() as held, contextlib.suppress(OSError):
                 for port in range(base, base + count):
                     held.enter_context(socket.create_server((host.strip("[]"), port)))

@@ -34,12 +34,15 @@ _SETTINGS = (
     "ranks",
     "kv_pages",
     "split",
+    "borrow",
     "dtype",
     "kv_cache",
     "transport",
     "tolerance",
     "page_rows",
     "chunk_rows",
+    "staging_rows",
+    "audit",
     "context",
     "memory",
     "log_level",
@@ -60,7 +63,7 @@ def verify(
 
     \b
     latentpool verify MODEL_DIR --expected MODEL_DIR/expected.safetensors --ranks 2
-    latentpool verify MODEL_DIR --expected FILE --ranks 3 --transport inproc --page-rows 64
+    latentpool verify MODEL_DIR --expected FILE --ranks 3 --transport inproc --page-rows 64 --audit
     latentpool verify MODEL_DIR --expected FILE --address 127.0.0.1:7410 --json
 
     An error is the largest difference, relative to the largest logit. With --dtype bf16 rows are compared with float64
@@ -107,9 +110,12 @@ async def _temporary(settings: Settings, model: Path, expected: reference.Expect
         kv_cache=served_kv_cache(settings),
         kv_pages=settings.kv_pages,
         split=settings.split,
+        borrow=settings.borrow,
         context=context,
         page_rows=settings.page_rows,
         chunk_rows=settings.chunk_rows,
+        staging_rows=settings.staging_rows,
+        audit=settings.audit,
         memory_bytes=settings.memory or _memory(settings, model, geometry),
     )
     async with group:

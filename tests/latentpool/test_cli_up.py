@@ -7,13 +7,20 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from latentpool.cli.supervisor import _with_ports
+from latentpool.config import Settings
+from latentpool.errors import ConfigError
+
 DEMO = Path(__file__).parents[2] / "latentpool" / "checkpoints" / "demo"
 ADDRESSES = ["--router-bind", "127.0.0.1:0", "--manager-bind", "127.0.0.1:0", "--worker-bind", "127.0.0.1:0"]
+
+FREE = Settings(router_bind="127.0.0.1:0", manager_bind="127.0.0.1:0", worker_bind="127.0.0.1:0")
 
 
 def start(directory, *arguments):
@@ -138,6 +145,24 @@ def test_a_port_that_is_taken_is_named_before_anything_starts(tmp_path, stopping
         stopping(process)
         assert process.wait(timeout=40) == 2
     assert f"pool manager cannot listen on {address}: address already in use (another latentpool, perhaps?)" in said(tmp_path)
+
+
+def test_free_ports_for_metrics_too():
+    told = replace(FREE, ranks=3)
+    assert _with_ports(told).metrics_bind is None
+    told = _with_ports(replace(told, metrics_bind="127.0.0.1:0"))
+    workers = [replace(told, rank=rank) for rank in range(3)]
+    addresses = [told.router_bind, told.manager_bind, told.metrics_address("router"), told.metrics_address("pool-manager")]
+    addresses += [worker.worker_address(worker.rank) for worker in workers]
+    addresses += [worker.metrics_address("rank-worker") for worker in workers]
+    assert len(set(addresses)) == 10
+    assert not any(address.endswith(":0") for address in addresses)
+
+
+def test_metrics_do_not_take_a_service_s_own_address():
+    router = _with_ports(FREE).router_bind
+    with pytest.raises(ConfigError, match=f"^metrics of router cannot listen on {router}: address already in use"):
+        _with_ports(replace(FREE, router_bind=router, metrics_bind=router))
 
 
 def test_more_ranks_than_heads_is_refused(tmp_path, stopping):
