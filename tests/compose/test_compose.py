@@ -28,3 +28,12 @@ def test_variables_and_flags_are_settings(path):
         service, *rest = command.split()
         assert service in ("router", "pool-manager", "rank-worker")
         assert {word[2:].replace("-", "_") for word in rest if word.startswith("--")} <= config.TABLE.keys()
+
+
+@pytest.mark.parametrize("path", ENV_FILES, ids=lambda path: path.name)
+def test_no_two_services_of_a_node_listen_at_one_port(path):
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    settings = config.load({}, {"LATENTPOOL_RANK": "0"} | dict(line.split("=", 1) for line in lines))
+    addresses = [settings.router_bind, settings.manager_bind, settings.worker_address(settings.rank)]
+    addresses += [settings.metrics_address(service) for service in ("router", "pool-manager", "rank-worker")]
+    assert len({address.rpartition(":")[2] for address in addresses}) == 6
