@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -14,12 +14,14 @@ import structlog
 
 from latentpool.errors import BusyError, EpochError, GeometryError, LatentPoolError
 from latentpool.geometry import Geometry
+from latentpool.metrics import Sample
 from latentpool.v1 import pool_manager_pb2
 from services.router.compose import Composer
 from services.router.conversations import Book, Conversation, Times
 from services.router.delivery import Mailbox
 from services.router.loop import RoundLoop
 from services.router.manager import Session
+from services.router.metrics import samples
 from services.router.requests import Accepted, Limits
 from services.router.workers import Workers
 
@@ -63,6 +65,10 @@ class Group:
         if self._loop is not None:
             self._loop.fail(EpochError(why))
         self._limits = None
+
+    def metrics(self) -> Iterable[Sample]:
+        """Numbers for Prometheus; none before the group is ready."""
+        return () if self._loop is None else samples(self._loop.counters, self._loop.book)
 
     async def _run(self) -> LatentPoolError | None:
         granted = await self._session.open()

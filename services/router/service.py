@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from latentpool import net
 from latentpool.errors import LatentPoolError
+from latentpool.metrics import Sample
 from services.router.group import Group
 from services.router.handlers import SERVICE, Handlers
 from services.router.manager import Session
@@ -81,6 +83,9 @@ class Router:
         ended, None where the group was stopped."""
         assert self._task is not None
         return await asyncio.shield(self._task)
+
+    def metrics(self) -> Iterable[Sample]:
+        return () if self._group is None else self._group.metrics()
 
     async def stop(self) -> None:
         if self._stopped:
