@@ -8,7 +8,8 @@ import contextlib
 import grpc
 import grpc.aio
 import pytest
-from router_fakes import Rig, reply
+from router_fake_model import reply
+from router_fakes import Rig
 
 from latentpool.client import Client
 from latentpool.errors import BusyError, EpochError, HandshakeError, LatentPoolError, NotServedError

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from router_fakes import Rig, fold, logits, reply
+from router_fake_model import fold, logits, reply
+from router_fakes import Rig
 from test_router_ends import chunks, start
 
 from latentpool.client import Client

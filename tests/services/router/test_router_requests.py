@@ -14,7 +14,9 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from router_fakes import CONFIG, Rig, reply
+from router_fake_manager import CONFIG
+from router_fake_model import reply
+from router_fakes import Rig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import latentpool

@@ -8,7 +8,8 @@ import struct
 
 import numpy as np
 import pytest
-from router_fakes import Rig, reply
+from router_fake_model import reply
+from router_fakes import Rig
 
 from latentpool.sampling import Sampling
 from latentpool.v1 import router_pb2

@@ -1,0 +1,169 @@
+"""What a fake worker knows of lanes, and the rules of rounds: any operation that breaks one is a violation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from router_fake_model import PAGE_ROWS
+
+from latentpool.v1 import rank_worker_pb2 as pb
+
+_STAGES = {"free": 0, "bind": 1, "table": 1, "borrow": 1, "release": 1, "carry": 2, "prompt": 3, "decode": 4, "ping": 5}
+"""Operations of a round come in this order; a release may also follow its lane's chunk."""
+
+
+class Lane:
+    def __init__(self, bind: pb.Bind, forgetful: bool) -> None:
+        self.conversation = bind.conversation
+        self.owner = bind.owner
+        self.forgetful = forgetful
+        self.pages: list[int] = []
+        self.borrowed: list[int] = []
+        self.fetches = False
+        """Since it released its borrowed pages, or ran a chunk without any."""
+        self.arriving: list[int] = []
+        """New owner's pages of the slices so far."""
+        self.new_owner: int | None = None
+        self.carried_in = 0
+        """The round with the last slice of its last carry."""
+        self.state = 0
+        self.position = 0
+        self.last: int | None = None
+
+    @property
+    def holds(self) -> list[int]:
+        return self.pages + self.borrowed + self.arriving
+
+
+class FakeLanes(dict[int, Lane]):
+    """`releases`, `carries`: (conversation, seq) of every Release and of every last slice."""
+
+    def __init__(self, owners: int, violation: Callable[[str], None]) -> None:
+        super().__init__()
+        self.owners = owners
+        self.violation = violation
+        self.releases: list[tuple[int, int]] = []
+        self.carries: list[tuple[int, int]] = []
+        self.round = pb.Round()
+
+    # ---- rounds ---------------------------------------------------------------------------------------------------
+
+    def begin(self, round_: pb.Round) -> None:
+        self.round = round_
+        stage = 0
+        previous: tuple[str, Any] = ("", None)
+        for operation in round_.operations:
+            kind = str(operation.WhichOneof("operation"))
+            op = getattr(operation, kind)
+            after_its_chunk = kind == "release" and previous[0] == "prompt" and previous[1].lane == op.lane
+            if not after_its_chunk:
+                if _STAGES[kind] < stage:
+                    self.violation(f"round {round_.seq}: {kind} after {previous[0]}")
+                stage = _STAGES[kind]
+            previous = kind, op
+
+    def end(self) -> None:
+        """Borrowed pages are released in the round of the last chunk that uses them."""
+        for name, lane in self.items():
+            used_up = lane.borrowed and lane.position == self.borrowed_rows(lane)
+            if used_up or (lane.borrowed and lane.last is not None):
+                self.violation(f"round {self.round.seq}: lane {name} still borrows after its fill")
+
+    def borrowed_rows(self, lane: Lane) -> int:
+        return len(lane.borrowed) // max(self.owners - 1, 1) * PAGE_ROWS
+
+    # ---- operations -------------------------------------------------------------------------------------------------
+
+    def bind(self, op: pb.Bind, forgetful: bool) -> None:
+        if op.lane in self:
+            self.violation(f"lane {op.lane} bound twice")
+        if op.conversation in {lane.conversation for lane in self.values()}:
+            self.violation(f"conversation {op.conversation} has two lanes")
+        if op.owner >= self.owners:
+            self.violation(f"conversation {op.conversation} is owned by rank {op.owner} of {self.owners}")
+        self[op.lane] = Lane(op, forgetful)
+
+    def table(self, op: pb.Table) -> None:
+        lane = self[op.lane]
+        if op.first_slot != len(lane.pages):
+            self.violation(f"lane {op.lane}: slot {op.first_slot} after {len(lane.pages)}")
+        if lane.arriving:
+            self.violation(f"lane {op.lane} gets pages while it is carried")
+        self.check_new(op.pages, [lane.owner] * len(op.pages))
+        lane.pages += op.pages
+
+    def borrow(self, op: pb.Borrow) -> None:
+        lane = self[op.lane]
+        lenders = [rank for rank in range(self.owners) if rank != lane.owner]
+        slots, rest = divmod(len(op.pages), max(len(lenders), 1))
+        if rest or not slots or op.first_slot or slots > len(lane.pages):
+            self.violation(f"lane {op.lane} with {len(lane.pages)} pages borrows {len(op.pages)} at slot {op.first_slot}")
+        if lane.position or lane.borrowed or lane.fetches:
+            self.violation(f"lane {op.lane} borrows after {lane.position} rows")
+        self.check_new(op.pages, lenders * slots)
+        lane.borrowed = list(op.pages)
+
+    def release(self, op: pb.Release) -> None:
+        lane = self[op.lane]
+        if not lane.borrowed:
+            self.violation(f"lane {op.lane} releases and borrows nothing")
+        self.releases.append((lane.conversation, self.round.seq))
+        lane.borrowed, lane.fetches = [], True
+
+    def carry(self, op: pb.Carry) -> None:
+        lane = self[op.lane]
+        if op.owner == lane.owner or op.owner >= self.owners or (lane.arriving and op.owner != lane.new_owner):
+            self.violation(f"lane {op.lane} of rank {lane.owner} is carried to {op.owner}, on its way to {lane.new_owner}")
+        if op.first_slot != len(lane.arriving) or not op.pages:
+            self.violation(f"lane {op.lane}: a slice of {len(op.pages)} at slot {op.first_slot} after {len(lane.arriving)}")
+        if lane.borrowed:
+            self.violation(f"lane {op.lane} is carried and borrows")
+        self.check_new(op.pages, [op.owner] * len(op.pages))
+        lane.new_owner = op.owner
+        lane.arriving += op.pages
+        if op.last:
+            if len(lane.arriving) < len(lane.pages):
+                self.violation(f"lane {op.lane} is carried with {len(lane.arriving)} of {len(lane.pages)} pages")
+            self.carries.append((lane.conversation, self.round.seq))
+            lane.pages, lane.arriving, lane.owner, lane.new_owner = lane.arriving, [], op.owner, None
+            lane.carried_in = self.round.seq
+
+    def free(self, op: pb.Free) -> None:
+        del self[op.lane]
+
+    # ---- rules ------------------------------------------------------------------------------------------------------
+
+    def check_prompt(self, op: pb.Prompt) -> None:
+        lane = self[op.lane]
+        self._check_stands(op.lane)
+        if self.owners == 1:
+            right = op.mode == pb.PROMPT_MODE_LOCAL
+        elif lane.borrowed:
+            right = op.mode == pb.PROMPT_MODE_BORROWED and op.start + len(op.tokens) <= self.borrowed_rows(lane)
+        else:
+            right = op.mode == pb.PROMPT_MODE_FETCH
+            lane.fetches = True
+        if not right:
+            mode = pb.PromptMode.Name(op.mode)
+            self.violation(f"chunk at {op.start} of {len(op.tokens)} rows is {mode}, {self.borrowed_rows(lane)} are borrowed")
+
+    def check_decode(self, op: pb.Decode) -> None:
+        for lane in op.lanes:
+            self._check_stands(lane)
+
+    def _check_stands(self, name: int) -> None:
+        """Nothing runs from the first slice of a carry until the last one is answered."""
+        lane = self[name]
+        if lane.arriving or lane.carried_in > self.round.acknowledged_seq:
+            self.violation(f"round {self.round.seq}: lane {name} runs while it is carried")
+
+    def check_new(self, pages: Sequence[int], owners: Sequence[int]) -> None:
+        """Pages that nobody holds, each of its owner."""
+        held = [page for lane in self.values() for page in lane.holds]
+        for page, owner in zip(pages, owners, strict=False):
+            if page in held:
+                self.violation(f"page {page} mapped twice")
+            if page % self.owners != owner:
+                self.violation(f"page {page} is not of rank {owner}")
+            held.append(page)
