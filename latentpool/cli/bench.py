@@ -181,7 +181,8 @@ def _totals(results: dict[str, Any]) -> list[str]:
     return [
         f"{requests['sent']:,} requests in {results['seconds']:.1f} s: {requests['finished']:,} finished "
         f"({results['requests_per_second']:.2f} a second), {requests['failed']:,} failed, "
-        f"{requests['unfinished']:,} cut off; {requests['parked']:,} were parked, {results['times_parked']:,} times in all",
+        f"{requests['unfinished']:,} cut off; {requests['parked']:,} were parked, {results['times_parked']:,} times in all; "
+        f"carried to another owner {results['times_carried']:,} times",
         f"{results['prompt_tokens']:,} prompt tokens, {results['reply_tokens']:,} reply tokens: "
         f"{results['reply_tokens_per_second']:,.1f} reply tokens a second",
     ]

@@ -63,6 +63,7 @@ class Trace:
     finished: float | None = None
     queued_seconds: float = 0.0
     parked: int = 0
+    carried: int = 0
     error: str = ""
 
 
@@ -148,6 +149,7 @@ class Load:
             trace.finished = now
             trace.queued_seconds = event.timings.queued_seconds
             trace.parked = event.usage.parked
+            trace.carried = event.usage.carried
 
 
 def gaps(trace: Trace) -> list[float]:
@@ -180,6 +182,7 @@ def summary(traces: Sequence[Trace], seconds: float) -> dict[str, Any]:
             "parked": sum(trace.parked > 0 for trace in traces),
         },
         "times_parked": sum(trace.parked for trace in traces),
+        "times_carried": sum(trace.carried for trace in traces),
         "prompt_tokens": sum(trace.prompt_tokens for trace in traces if trace.token_times),
         "reply_tokens": tokens,
         "reply_tokens_per_second": tokens / seconds if seconds > 0 else 0.0,

@@ -120,18 +120,25 @@ async def _with_progress(events: AsyncIterator[GenerateEvent], console: Console)
 
 
 def summary(completion: pb.Completion) -> str:
-    """Usage, timings, seed and receipt, in two lines."""
+    """Usage, timings, moves, seed and receipt, in two lines."""
     usage, timings = completion.usage, completion.timings
     why = pb.FinishReason.Name(completion.finish_reason).removeprefix("FINISH_REASON_").lower()
     if completion.stop:
         why += f" {completion.stop!r}"
     decoding = timings.total_seconds - timings.first_token_seconds
     rate = f", {(usage.generated_tokens - 1) / decoding:.1f} tokens/s" if usage.generated_tokens > 1 and decoding > 0 else ""
+    computed = {"on borrowed pages": usage.borrowed_tokens, "on fetched rows": usage.fetched_tokens}
+    ways = "".join(f", {count:,} {how}" for how, count in computed.items() if count)
+    moves = "".join(f"; {what} {_times(n)}" for what, n in (("carried", usage.carried), ("parked", usage.parked)) if n)
     return (
-        f"{usage.prompt_tokens:,} prompt tokens ({usage.cached_tokens:,} cached), {usage.generated_tokens:,} generated "
-        f"(ended by {why}); first token after {timings.first_token_seconds:.2f} s{rate}; seed {completion.seed}\n"
+        f"{usage.prompt_tokens:,} prompt tokens ({usage.cached_tokens:,} cached{ways}), {usage.generated_tokens:,} generated "
+        f"(ended by {why}); first token after {timings.first_token_seconds:.2f} s{rate}{moves}; seed {completion.seed}\n"
         f"receipt {completion.receipt.sha256} (numerics {completion.receipt.numerics_digest[:16]})"
     )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def sampling(settings: Settings) -> Sampling:

@@ -80,7 +80,15 @@ def test_statistics_of_stated_times():
     for index in range(40):
         times = 10.0 + index + np.cumsum(draws.exponential(0.1, 1 + index % 7))
         traces.append(
-            Trace(10.0 + index, 5, times.tolist(), finished=times[-1] + 0.5, queued_seconds=index / 8, parked=index % 3)
+            Trace(
+                10.0 + index,
+                5,
+                times.tolist(),
+                finished=times[-1] + 0.5,
+                queued_seconds=index / 8,
+                parked=index % 3,
+                carried=index % 2,
+            )
         )
     told = summary(traces, 50.0)
 
@@ -98,6 +106,7 @@ def test_statistics_of_stated_times():
     assert told["requests_per_second"] == pytest.approx(40 / 50)
     assert told["prompt_tokens"] == 200
     assert told["times_parked"] == sum(index % 3 for index in range(40))
+    assert told["times_carried"] == 20
     assert told["requests"] == {"sent": 40, "finished": 40, "failed": 0, "unfinished": 0, "parked": 26}
 
 

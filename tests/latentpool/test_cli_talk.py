@@ -61,6 +61,16 @@ def test_flags_become_the_request(asked: Asked) -> None:
     assert "2 generated (ended by stop '[/x]')" in ran.stderr
 
 
+def test_the_last_lines_say_how_the_prompt_was_computed_and_where_it_went() -> None:
+    told = talk.summary(pb.Completion(usage=pb.Usage(prompt_tokens=900, generated_tokens=3)))
+    assert "900 prompt tokens (0 cached), 3 generated" in told
+    assert not any(word in told for word in ("borrowed", "fetched", "carried", "parked"))
+    usage = pb.Usage(prompt_tokens=900, borrowed_tokens=640, fetched_tokens=1_260, carried=1, parked=2, generated_tokens=3)
+    told = talk.summary(pb.Completion(usage=usage, seed=5))
+    assert "900 prompt tokens (0 cached, 640 on borrowed pages, 1,260 on fetched rows)" in told
+    assert "; carried once; parked 2 times; seed 5\n" in told
+
+
 def test_without_flags_nothing_is_cut(asked: Asked) -> None:
     assert generate().exit_code == 0
     assert (asked.sampling, asked.background) == (Sampling(), False)
