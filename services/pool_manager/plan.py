@@ -6,7 +6,7 @@ Source: design section 4. All sizes are bytes a rank; `fixed` is what a lane nee
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from latentpool.errors import ConfigError, PlanRefusedError
@@ -67,14 +67,50 @@ class Plan:
         return self.stream_pages * self.page_rows
 
 
-def decide(kv_pages: Choice, split: Choice, world: int, serving: bool = True) -> tuple[Mode, bool]:
-    """(mode, split) of the settings. `serving` refuses by name what can be planned but not served yet. Raises ConfigError."""
+def decide(kv_pages: Choice, split: Choice, world: int) -> tuple[Mode, bool]:
+    """(mode, split) of the settings: pages with owners from two ranks, windows on one, where they are left to us. Raises
+    ConfigError for settings that exclude one another."""
     if split == "on" and kv_pages == "off":
         raise ConfigError("--split on --kv-pages off: windows are whole on every rank and have no owner: use --kv-pages on")
-    if split == "on" and serving:
-        raise ConfigError("--split on is not built yet: serve with --split auto")
-    paged = kv_pages == "on" or (kv_pages == "auto" and (world > 1 or split == "on"))
-    return ("pages" if paged else "windows"), split == "on"
+    if split == "on" and world == 1:
+        raise ConfigError("--split on --ranks 1: one rank keeps every row anyway: use --ranks 2 or more, or --split auto")
+    paged = kv_pages == "on" or (kv_pages == "auto" and world > 1)
+    return ("pages" if paged else "windows"), paged and world > 1 and split != "off"
+
+
+def choose(
+    kv_pages: Choice,
+    split: Choice,
+    *,
+    room: Sequence[int],
+    context: int,
+    lanes: int,
+    cache_budget: int,
+    geometry: Geometry,
+    world: int,
+    fixed: Sequence[int],
+    kv_dtype: str,
+    page_rows: int = 512,
+    order: Order = "new",
+) -> Plan:
+    """The plan of the settings; `fixed` as `lane_fixed` gives it for the mode that `decide` names. What is served and what
+    `latentpool plan` prints both come from here.
+
+    --split auto falls back to the replicated plan where only that serves `context`; its `note` says why. Where neither does,
+    the refusal is that of the layout which would serve the longer context. Raises as `plan` and `decide` do.
+    """
+    mode, owners = decide(kv_pages, split, world)
+    _check(room, context, lanes, cache_budget, geometry, world, mode, owners, fixed, page_rows)
+    sizes = _Sizes(tuple(room), tuple(fixed), cache_budget, geometry, world, owners, kv_dtype, page_rows, True, order)
+    made = _attempt(sizes, mode, context, lanes)
+    if owners and split == "auto" and isinstance(made, _Refused):
+        replicated = _attempt(replace(sizes, split=False), mode, context, lanes)
+        if isinstance(replicated, Plan):
+            reason = made.text.partition("; ")[0]
+            made = replace(replicated, note=f"rows are kept on every rank, because with owners {reason}")
+        else:
+            made = max(made, replicated, key=lambda refused: refused.best)
+    return _granted(made)
 
 
 def lane_fixed(
@@ -113,26 +149,7 @@ def plan(
     """
     _check(room, context, lanes, cache_budget, geometry, world, mode, split, fixed, page_rows)
     sizes = _Sizes(tuple(room), tuple(fixed), cache_budget, geometry, world, split, kv_dtype, page_rows, engine_paged, order)
-    if not sizes.fits(mode, context, lanes):
-        raise PlanRefusedError(_refusal(sizes, mode, context, lanes))
-    count = sizes.windows if mode == "windows" else sizes.pages
-    owned = min(count(rank, context, lanes) for rank in range(world))
-    ledgers = tuple(sizes.ledger(rank, mode, context, lanes, owned) for rank in range(world))
-    kept = min(ledger.cache_bytes for ledger in ledgers) // sizes.page
-    return Plan(
-        world=world,
-        paged=mode == "pages",
-        split=split,
-        context=context,
-        lanes=lanes,
-        page_rows=page_rows,
-        window_pages=window_pages(context, page_rows),
-        stream_pages=owned * sizes.residues,
-        pages=(owned + kept) * sizes.residues,
-        cache_bytes=min(ledger.cache_bytes for ledger in ledgers),
-        kv_dtype=kv_dtype,
-        ledgers=ledgers,
-    )
+    return _granted(_attempt(sizes, mode, context, lanes))
 
 
 def to_proto(plan: Plan) -> plan_pb2.Plan:
@@ -243,10 +260,50 @@ class _Sizes:
         return Ledger(rank, self.room[rank], self.page, stream, lane, cache, left - cache)
 
 
+# ---- the decision ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """`best`: the largest context at these lanes, and the most lanes at this context, that would be served."""
+
+    text: str
+    best: tuple[int, int]
+
+
+def _granted(made: Plan | _Refused) -> Plan:
+    if isinstance(made, _Refused):
+        raise PlanRefusedError(made.text)
+    return made
+
+
+def _attempt(sizes: _Sizes, mode: Mode, context: int, lanes: int) -> Plan | _Refused:
+    if not sizes.fits(mode, context, lanes):
+        return _refusal(sizes, mode, context, lanes)
+    count = sizes.windows if mode == "windows" else sizes.pages
+    owned = min(count(rank, context, lanes) for rank in range(sizes.world))
+    ledgers = tuple(sizes.ledger(rank, mode, context, lanes, owned) for rank in range(sizes.world))
+    kept = min(ledger.cache_bytes for ledger in ledgers) // sizes.page
+    return Plan(
+        world=sizes.world,
+        paged=mode == "pages",
+        split=sizes.split,
+        context=context,
+        lanes=lanes,
+        page_rows=sizes.page_rows,
+        window_pages=window_pages(context, sizes.page_rows),
+        stream_pages=owned * sizes.residues,
+        pages=(owned + kept) * sizes.residues,
+        cache_bytes=min(ledger.cache_bytes for ledger in ledgers),
+        kv_dtype=sizes.kv_dtype,
+        ledgers=ledgers,
+    )
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-def _refusal(sizes: _Sizes, mode: Mode, context: int, lanes: int) -> str:
+def _refusal(sizes: _Sizes, mode: Mode, context: int, lanes: int) -> _Refused:
     """Numbers of the tightest rank, then what would be served instead."""
     rank = sizes.tightest(mode, context, lanes)
     largest_lanes = _largest(lanes - 1, lambda count: sizes.fits(mode, context, count))
@@ -269,7 +326,7 @@ def _refusal(sizes: _Sizes, mode: Mode, context: int, lanes: int) -> str:
     if mode == "windows":
         paged = sizes.fits("pages", context, lanes)
         parts.append(f"--kv-pages on would {'' if paged else 'not '}serve --parallel {lanes} at --context {context}")
-    return "; ".join(parts)
+    return _Refused("; ".join(parts), (largest_pages, largest_lanes))
 
 
 def _shortage(sizes: _Sizes, mode: Mode, context: int, lanes: int, rank: int) -> str:

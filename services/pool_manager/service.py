@@ -25,7 +25,7 @@ from latentpool.v1 import pool_manager_pb2 as pb
 from services.pool_manager.admin import Admin
 from services.pool_manager.group import Group, Member
 from services.pool_manager.leases import Leases
-from services.pool_manager.plan import Choice, Order, Plan, decide, lane_fixed, plan, to_proto
+from services.pool_manager.plan import Choice, Order, Plan, choose, decide, lane_fixed, to_proto
 from services.pool_manager.session import Session
 from services.pool_manager.state import State
 from services.pool_manager.stream import Stream
@@ -43,7 +43,8 @@ _RouterStream = Stream[pb.SessionRequest, pb.SessionResponse]
 @dataclass(frozen=True)
 class PoolManagerSettings:
     """context None: the model's longest. cache_bytes: budget for kept states. headroom: rows of a reply that admission
-    reserves. Durations in seconds. state_dir None: nothing outlives this process (temporary groups)."""
+    reserves. borrow: lend free pages of other owners to prompts that are being computed. Durations in seconds. state_dir
+    None: nothing outlives this process (temporary groups)."""
 
     world: int
     context: int | None
@@ -148,10 +149,15 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
         return self._group
 
     @property
+    def session(self) -> Session | None:
+        """The router's, once it has its term."""
+        return None if self._router is None else self._router.session
+
+    @property
     def leases(self) -> Leases | None:
         """Those of the current term, or empty books without a router; None before there is a plan."""
-        if self._router is not None and self._router.session is not None:
-            return self._router.session.leases
+        if self.session is not None:
+            return self.session.leases
         return None if self._group.plan is None else self._empty_books(self._group.plan)
 
     @property
@@ -168,26 +174,34 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
         """Workers report room after the first lane's fixed part, and do not know of windows: their slack is taken here."""
         settings, world = self._settings, self._settings.world
         geometry.check_world(world)
-        mode, split = decide(settings.kv_pages, settings.split, world)
+        mode, _ = decide(settings.kv_pages, settings.split, world)
         context = geometry.max_context if settings.context is None else settings.context
         dtype, kv_dtype, rows = identity.dtype, identity.kv_dtype, identity.page_rows
         fixed = [lane_fixed(geometry, world, rank, dtype, kv_dtype, mode, context, rows) for rank in range(world)]
         slack = [fixed[rank] - geometry.lane_fixed_bytes(world, rank, dtype) for rank in range(world)]
-        made = plan(
+        made = choose(
+            settings.kv_pages,
+            settings.split,
             room=[left - part for left, part in zip(room, slack, strict=True)],
             context=context,
             lanes=settings.parallel,
             cache_budget=settings.cache_bytes,
             geometry=geometry,
             world=world,
-            mode=mode,
-            split=split,
             fixed=fixed,
             kv_dtype=kv_dtype,
             page_rows=rows,
             order=settings.plan_order,
         )
-        log.info("planned", paged=made.paged, pages=made.pages, stream_pages=made.stream_pages, lanes=made.lanes)
+        log.info(
+            "planned",
+            paged=made.paged,
+            split=made.split,
+            pages=made.pages,
+            stream_pages=made.stream_pages,
+            lanes=made.lanes,
+            note=made.note,
+        )
         return made
 
     def _ready(self) -> None:
@@ -213,8 +227,8 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
         while True:
             await asyncio.sleep(min(0.5, self._settings.dead_after / 4, self._settings.join_timeout / 4))
             self._group.tick(loop.time())
-            if self._router is not None and self._router.session is not None:
-                self._router.session.prove()
+            if self.session is not None:
+                self.session.prove()
 
     # ---- workers -------------------------------------------------------------------------------------------------
 
@@ -298,6 +312,8 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
             await _until_end(stream, take, context)
         finally:
             deadline.cancel()
+            if router is not None and router.session is not None:
+                router.session.close()
             if router is not None and router is self._router:
                 self._router = None
                 log.info("router gone", router=router.hello.name, term=self._state.term)
@@ -343,7 +359,7 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
         log.info("term granted", router=hello.name, term=term, epoch=group.epoch)
 
     def _empty_books(self, plan: Plan) -> Leases:
-        return Leases(plan, self._settings.headroom)
+        return Leases(plan, self._settings.headroom, borrow=self._settings.borrow)
 
     def _check_alive(self) -> None:
         if self._group.ended is not None:

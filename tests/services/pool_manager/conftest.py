@@ -14,11 +14,12 @@ from services.pool_manager.service import PoolManager, PoolManagerSettings
 
 @pytest.fixture
 async def place() -> AsyncIterator[MakePlace]:
-    """Makes started managers (settings as keywords; two ranks, 128k tokens by default); proves the books and stops them."""
+    """Makes started managers (settings as keywords; two ranks, 128k tokens, no owners by default); proves the books and stops
+    them."""
     async with AsyncExitStack() as stack:
 
         async def make(**changes: Any) -> Place:
-            manager = PoolManager(PoolManagerSettings(**({"world": 2, "context": 128 * 1024} | changes)))
+            manager = PoolManager(PoolManagerSettings(**({"world": 2, "context": 128 * 1024, "split": "off"} | changes)))
             await manager.start()
             stack.push_async_callback(manager.stop)
             stack.callback(lambda: _whole(manager))

@@ -8,7 +8,8 @@ import pytest
 from test_leases_machine import CONTEXT, ROWS, WINDOW, small_plan
 
 from services.pool_manager.books import Books, Kind
-from services.pool_manager.leases import Lease, Leases, Refusal, Request, Waiting
+from services.pool_manager.lease import Lease, Refusal, Request, Waiting
+from services.pool_manager.leases import Leases
 
 
 def test_longer_than_the_context_is_refused_with_numbers() -> None:
@@ -42,7 +43,7 @@ def test_a_final_refusal_does_not_join_or_block_the_queue() -> None:
 
 
 def test_owners_are_the_ranks_with_most_free_pages_and_ties_go_to_the_lowest() -> None:
-    leases = Leases(small_plan(3, True, 9), headroom=0)
+    leases = Leases(small_plan(3, True, 9), headroom=0, borrow=False)
     owners = []
     for name, prompt in enumerate((200, 100, 100, 1)):
         lease = leases.admit(Request(name, name, prompt))

@@ -18,7 +18,7 @@ from services.pool_manager.state import State
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"split": "on"}, "--split on is not built yet: serve with --split auto"),
+        ({"split": "on", "world": 1}, "--split on --ranks 1: one rank keeps every row anyway: use --ranks 2 or more"),
         ({"split": "on", "kv_pages": "off"}, "--split on --kv-pages off"),
         ({"parallel": 0}, "--parallel 0: at least 1"),
         ({"world": 9}, "--ranks 9: a group has 1 to 8"),

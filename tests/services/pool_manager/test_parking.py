@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 from test_leases_machine import CONTEXT, ROWS, WINDOW, small_plan
 
-from services.pool_manager.leases import Extension, Grant, Lease, Leases, Request, Waiting
+from services.pool_manager.lease import Extension, Grant, Lease, Request, Waiting
+from services.pool_manager.leases import Leases
 
 FULL = CONTEXT + 1
 """Rows that need a whole window."""
 
 
 def leases_of(pages: int, *running: int, residues: int = 1, headroom: int = 0) -> Leases:
-    """`pages` an owner; conversations 1, 2, ... that run with so many pages each (two at least: one and the slack)."""
-    leases = Leases(small_plan(residues, True, pages), headroom)
+    """`pages` an owner, none of them lent; conversations 1, 2, ... that run with so many pages each (two at least: one and
+    the slack)."""
+    leases = Leases(small_plan(residues, True, pages), headroom, borrow=False)
     for at, count in enumerate(running):
         assert isinstance(leases.admit(Request(at + 1, at, ROWS * (count - 1))), Lease)
     return leases

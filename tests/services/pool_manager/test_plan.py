@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from latentpool.errors import ConfigError, GeometryError, PlanRefusedError
 from latentpool.geometry import Geometry
-from services.pool_manager.plan import Plan, decide, lane_fixed, plan, to_proto, window_pages
+from services.pool_manager.plan import Choice, Plan, choose, decide, lane_fixed, plan, to_proto, window_pages
 
 REAL = Geometry.from_file(Path(__file__).parents[2] / "data" / "glm-5.3-flash")
 GIB = 1 << 30
@@ -160,16 +161,90 @@ def test_first_sequence_outside_the_pool_sets_no_window_aside() -> None:
     assert (tight.stream_pages, tight.cache_bytes) == (8, 0)
 
 
-def test_decide() -> None:
-    assert decide("auto", "auto", 1) == ("windows", False)
-    assert decide("auto", "auto", 2) == ("pages", False)
-    assert decide("on", "off", 1) == ("pages", False)
-    assert decide("off", "auto", 4) == ("windows", False)
-    assert decide("auto", "on", 2, serving=False) == ("pages", True)
-    with pytest.raises(ConfigError, match=r"^--split on is not built yet: serve with --split auto$"):
-        decide("auto", "on", 2)
-    with pytest.raises(ConfigError, match="--split on --kv-pages off"):
-        decide("off", "on", 2, serving=False)
+@pytest.mark.parametrize(
+    ("kv_pages", "split", "world", "wanted"),
+    [
+        ("auto", "auto", 1, ("windows", False)),
+        ("auto", "auto", 2, ("pages", True)),
+        ("auto", "off", 2, ("pages", False)),
+        ("auto", "on", 8, ("pages", True)),
+        ("on", "auto", 1, ("pages", False)),
+        ("on", "auto", 3, ("pages", True)),
+        ("on", "off", 1, ("pages", False)),
+        ("off", "auto", 4, ("windows", False)),
+        ("off", "off", 4, ("windows", False)),
+    ],
+)
+def test_decide(kv_pages: Choice, split: Choice, world: int, wanted: tuple[str, bool]) -> None:
+    assert decide(kv_pages, split, world) == wanted
+
+
+def test_decide_refuses_what_excludes_one_another() -> None:
+    with pytest.raises(ConfigError, match=r"^--split on --kv-pages off: windows are whole on every rank"):
+        decide("off", "on", 2)
+    with pytest.raises(ConfigError, match=r"^--split on --ranks 1: one rank keeps every row anyway"):
+        decide("auto", "on", 1)
+
+
+def chosen(split: Choice, context: int, lanes: int, room: int, **changes: object) -> Plan:
+    """At W = 2, without a budget for kept states."""
+    arguments: dict[str, object] = {
+        "room": [room] * 2,
+        "context": context,
+        "lanes": lanes,
+        "cache_budget": 0,
+        "geometry": REAL,
+        "world": 2,
+        "fixed": [FIXED[2]] * 2,
+        "kv_dtype": "bf16",
+    }
+    return choose("auto", split, **(arguments | changes))  # type: ignore[arg-type]
+
+
+ONE_WINDOW = 257
+"""Pages of a conversation of 128k tokens."""
+
+
+def test_owners_are_chosen_where_they_serve() -> None:
+    got = chosen("auto", 128 * K, 1, ONE_WINDOW * 512 * 2 * 6_912)
+    assert (got.split, got.owner_pages, got.note) == (True, ONE_WINDOW, "")
+    assert got == chosen("on", 128 * K, 1, ONE_WINDOW * 512 * 2 * 6_912)
+
+
+def test_auto_falls_back_where_only_rows_on_every_rank_serve_the_context() -> None:
+    room = ONE_WINDOW * 512 * 2 * 6_912 - 1
+    got = chosen("auto", 128 * K, 1, room)
+    assert (got.split, got.residues) == (False, 1)
+    assert got.note == (
+        "rows are kept on every rank, because with owners --context 131072 needs 1.69 GiB for one stream, and the memory "
+        "budget leaves 1.69 GiB: lower --context"
+    )
+    assert replace(got, note="") == chosen("off", 128 * K, 1, room)
+    assert to_proto(got).note == got.note
+    with pytest.raises(PlanRefusedError, match=r"needs 1\.69 GiB for one stream"):
+        chosen("on", 128 * K, 1, room)
+
+
+def test_auto_refuses_in_the_words_of_the_layout_that_serves_the_longer_context() -> None:
+    """One lane: a split page costs more, so rows on every rank go further. Many lanes: they need a page a lane there, and
+    half a page a lane with owners."""
+    for lanes, room, split in ((1, ONE_WINDOW * 512 * 13_056 - 1, False), (40, 2 * GIB + 39 * FIXED[2], True)):
+        with pytest.raises(PlanRefusedError) as auto:
+            chosen("auto", 256 * K, lanes, room)
+        with pytest.raises(PlanRefusedError) as other:
+            chosen("on" if split else "off", 256 * K, lanes, room)
+        assert str(auto.value) == str(other.value)
+        largest = int(str(auto.value).split(f"the largest --context at --parallel {lanes} is ")[1].split(";")[0])
+        assert chosen("auto", largest, lanes, room).split == split
+        with pytest.raises(PlanRefusedError):
+            chosen("auto", largest + 512, lanes, room)
+
+
+def test_windows_have_no_owners_to_fall_back_from() -> None:
+    got = choose(
+        "off", "auto", room=[GIB] * 2, context=K, lanes=1, cache_budget=0, geometry=REAL, world=2, fixed=[0, 0], kv_dtype="bf16"
+    )  # fmt: skip
+    assert (got.paged, got.split, got.note) == (False, False, "")
 
 
 def test_lane_fixed_charges_the_slack_rows_of_windows() -> None:
