@@ -7,9 +7,10 @@ bf16 values in float32 arrays); `f32`, `f64`, `i32`, `u64` are what they say. Ro
 `compute`, once, from an f32 result, to nearest even; nowhere else unless an operation says so.
 
 Shapes. T rows: on the prompt path T is a multiple of 64 and rows come in blocks of 64 of ONE conversation, the last block
-padded (`rows` says how many are real); on the decode path T is any number >= 1 of rows of any conversations. Outputs are
-preallocated by the caller, C-contiguous, and wholly overwritten unless said otherwise. Inputs are never changed. No output
-overlaps an input. What changes from round to round arrives as array data; sizes known to the host are plain ints.
+padded (`rows` says how many are real; `attend` says where fewer may come); on the decode path T is any number >= 1 of rows
+of any conversations. Outputs are preallocated by the caller, C-contiguous, and wholly overwritten unless said otherwise.
+Inputs are never changed. No output overlaps an input. What changes from round to round arrives as array data; sizes known to
+the host are plain ints.
 
 Invariance. PROMPT: a row depends on its own block (and on the state or cache before it), not on how many blocks one call
 carries. DECODE: a row depends on its own inputs, not on how many rows there are or where it stands. `tests/kernels` holds
@@ -21,6 +22,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from typing import Literal, Protocol
+
+import numpy as np
 
 from kernels.rows import Array, RowView
 
@@ -46,6 +49,8 @@ class Kernels(Protocol):
     """"numpy" or "cuda"; part of the numerics digest."""
     dtype: str
     """Compute dtype: "f32" or "bf16"."""
+    wire: np.dtype[np.generic]
+    """What `compute` values travel in between ranks: float32 or bfloat16."""
 
     # ---- memory ----------------------------------------------------------------------------------------------
 
@@ -161,13 +166,32 @@ class Kernels(Protocol):
     def read_rows(self, view: RowView, pages: Array, offsets: Array) -> Array:
         """A new array [T, width] of the cache's own dtype: what the arena really holds (for digests)."""
 
+    def stored_rows(self, rows: Array, view: RowView) -> Array:
+        """A new array [T, width]: what `read_rows` would give after `write_rows` of rows compute [T, width]."""
+
+    def export_rows(self, view: RowView, pages: Array, offsets: Array, out: Array) -> None:
+        """out = the rows as `view` holds them, into a link buffer: out [T, width] of the cache dtype, pages, offsets i32 [T]."""
+
+    def import_rows(self, rows: Array, view: RowView, pages: Array, offsets: Array) -> None:
+        """Stores rows [T, width] of the cache dtype, as `export_rows` gave them, unchanged."""
+
+    def copy_pages(self, plane: Array, source: Array, target: Array) -> None:
+        """plane[target[i]] = plane[source[i]], whole pages of all layers: plane as `cache` made it, source, target i32 [n];
+        no page is in both."""
+
+    def pack(self, x: Array, out: Array) -> None:
+        """out = x in the form that travels: x compute, out a link buffer of `wire`, same shape. Exact."""
+
+    def unpack(self, x: Array, out: Array) -> None:
+        """The inverse of `pack`: x a link buffer, out compute, same shape (out need not be contiguous)."""
+
     def absorb(self, path: Path, q: Array, w: Array, out: Array) -> None:
         """Per head product of MLA's absorbed form. q compute [T, h, a], w compute [h, b, a], out compute [T, h, b]
         = w[head] q[head], f32 inside. Queries: w = (B^K)ᵀ [h, r, d_n]; outputs: w = B^V [h, d_v, r]."""
 
     def attend(
         self, path: Path, q: Array, view: RowView, lanes: Array, positions: Array, lists: Array, counts: Array,
-        scale: float, out: Array,
+        scale: float, out: Array, tiles: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Sparse attention in absorbed form: key = value = latent row. q compute [T, h, r]; row t of lane lanes[t] at
         positions[t] attends to rows lists[t, :counts[t]] of `view`. lanes, positions, counts i32 [T], lists i32 [T, Lmax].
@@ -176,7 +200,9 @@ class Kernels(Protocol):
         [T, h, r] = accumulator / sum. Entries past counts[t] are padding: never read as rows, masked by selection.
         A row with counts[t] == positions[t] + 1 is dense; on the prompt path a block's dense rows (its first ones, of one
         lane, whose lists are prefixes of one another) may be multiplied together over the longest one's list.
-        counts[t] == 0 (a padding row) gives zeros."""
+        counts[t] == 0 (a padding row) gives zeros. On the prompt path fewer than 64 rows of a block may come together where
+        none of them is dense. tiles: heads of several ranks side by side, tiles[i] of each; a head gets the bits that its
+        rank's heads alone would get. Empty: all heads are one rank's."""
 
     def pool_keys(self, keys: Array, gates: Array, ape: Array, out: Array) -> None:
         """Pooled keys: softmax over the P members, per channel, of gates + ape in f32, rounded; products with keys and

@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from kernels.numpy import NumpyKernels
+from latentpool.errors import LinkError
 from latentpool.geometry import Geometry, share
 from services.rank_worker import frames
 from services.rank_worker.arena import Arena
@@ -45,11 +46,14 @@ class Ranks:
         context: int = 768,
         page_rows: int = 64,
         chunk_rows: int = 2048,
+        split: bool = False,
+        staging_rows: int = 4096,
         kernels_of: Callable[[int, Any], Any] = lambda _rank, kernels: kernels,
     ) -> None:
         self.geometry = Geometry.from_file(model).without_drafts()
         self.world = world
         self.page_rows = page_rows
+        self.split = split
         self.chunk_rows = chunk_rows
         self.pool = ThreadPoolExecutor(world)
         self.members = [(hub := Hub(world)).member(0)] + [hub.member(rank) for rank in range(1, world)]
@@ -63,11 +67,11 @@ class Ranks:
             shard = load_shard(checkpoint, world, rank, kernels, lambda _done, _total: None)
             arena = Arena(
                 self.geometry, kernels, kv_dtype or dtype, world=world, rank=rank, pages=pages, lanes=lanes,
-                context=context, page_rows=page_rows,
+                context=context, page_rows=page_rows, split=split,
             )  # fmt: skip
             executor = Rounds(
                 self.geometry, kernels, Model(self.geometry, kernels, shard, world, rank), arena, member,
-                chunk_rows=chunk_rows, deadline=20.0, tick=lambda: None,
+                chunk_rows=chunk_rows, deadline=20.0, tick=lambda: None, staging_rows=staging_rows, audit=True,
             )  # fmt: skip
             self.kernels.append(kernels)
             self.arenas.append(arena)
@@ -87,27 +91,43 @@ class Ranks:
                 self.members[rank].abort()
                 raise
 
-        return list(self.pool.map(execute, range(self.world)))
+        futures = [self.pool.submit(execute, rank) for rank in range(self.world)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, LinkError)):
+            raise error  # the cause; others only lost their links to it
+        return [future.result() for future in futures]
 
     def agree(self, *operations: frames.Operation) -> list[frames.RoundResult]:
         """One round on all ranks, whose digests must be equal."""
         results = self.run(*operations)
-        for other in results[1:]:
-            assert [r.digest for r in other.results] == [r.digest for r in results[0].results]
+        for operation in zip(*(result.results for result in results), strict=True):
+            assert len({rank.digest for rank in operation}) == 1
+            assert len({rank.rows_digest for rank in operation} - {0}) <= 1
         return results
 
     def begin(
-        self, lane: int, pages: Sequence[int], temperature: float = 0.0, top_k: int = 0, seed: int = 0, **cuts: float
-    ) -> None:
-        self.agree(frames.Bind(lane, 100 + lane, temperature, top_k, seed, **cuts), frames.Table(lane, 0, list(pages)))
+        self, lane: int, pages: Sequence[int], temperature: float = 0.0, top_k: int = 0, seed: int = 0, owner: int = 0,
+        **cuts: float,
+    ) -> None:  # fmt: skip
+        bind = frames.Bind(lane, 100 + lane, temperature, top_k, seed, owner=owner, **cuts)
+        self.agree(bind, frames.Table(lane, 0, list(pages)))
 
-    def prompt(self, lane: int, tokens: Sequence[int], limit: int | None = None) -> tuple[np.ndarray, int]:
-        """Fills a prompt in chunks of at most `limit` rows: logits [n, V] of all its rows, and the first sampled token."""
+    def prompt(
+        self, lane: int, tokens: Sequence[int], limit: int | None = None, *, borrowed: int = 0
+    ) -> tuple[np.ndarray, int]:
+        """Fills a prompt in chunks of at most `limit` rows: logits [n, V] of all its rows, and the first sampled token. The
+        first `borrowed` rows run on borrowed pages, which are released after; others of a split group fetch."""
         limit = limit or self.chunk_rows
-        parts, token = [], -1
-        for start in range(0, len(tokens), limit):
-            chunk = list(tokens[start : start + limit])
-            results = self.agree(frames.Prompt(lane, start, chunk, start + limit >= len(tokens), RAW))
+        parts, token, start = [], -1, 0
+        while start < len(tokens):
+            end = min(start + limit, len(tokens), borrowed if start < borrowed else len(tokens))
+            mode = frames.LOCAL if not self.split else frames.BORROWED if start < borrowed else frames.FETCH
+            chunk = list(tokens[start:end])
+            operations: list[frames.Operation] = [frames.Prompt(lane, start, chunk, end == len(tokens), RAW, mode=mode)]
+            if mode == frames.BORROWED and end in (borrowed, len(tokens)):
+                operations.append(frames.Release(lane))
+            results = self.agree(*operations)
+            start = end
             parts.append(self.logits(results, 0))
             token = results[0].results[0].tokens[0] if results[0].results[0].tokens else token
         return np.concatenate(parts), token

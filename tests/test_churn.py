@@ -194,7 +194,8 @@ async def nothing_is_left(group: LocalGroup, watch: Watch) -> None:
     await until(lambda: not loop._workers.in_flight)
     for executor in watch.executors:
         assert executor._lanes == [None] * len(executor._lanes)
-        assert (executor.arena.tables == executor.arena.null_page).all()
+        assert (executor.arena.index_tables == executor.arena.index_null).all()
+        assert (executor.arena.latent_tables == executor.arena.latent_null).all()
     gc.collect()
     assert alive(Mailbox) == alive(Conversation) == []
 

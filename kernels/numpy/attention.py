@@ -6,7 +6,7 @@ of one shape; sums inside a tile run over the contiguous last axis, tiles and ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -25,8 +25,9 @@ _ONES = np.ones(KEY_TILE, np.float32)
 
 def attend(
     path: Path, q: Array, view: RowView, lanes: Array, positions: Array, lists: Array, counts: Array, scale: float,
-    out: Array, rounded: Round,
+    out: Array, tiles: Sequence[int], rounded: Round,
 ) -> None:  # fmt: skip
+    heads = [slice(stop - count, stop) for count, stop in zip(tiles, np.cumsum(tiles), strict=True)] or [slice(None)]
     alone = counts > 0
     if path is Path.PROMPT:
         dense = alone & (counts == positions + 1)
@@ -35,16 +36,19 @@ def attend(
         for start in range(0, len(counts), BLOCK):
             here = slice(start, start + BLOCK)
             if dense[here].any():
-                _dense_block(q[here], view, lanes[here], lists[here], counts[here], dense[here], np.float32(scale), out[here])
+                keys, seen = _dense_keys(view, lanes[here], lists[here], counts[here], dense[here])
+                for tile in heads:
+                    _dense_block(q[here, tile], keys, seen, dense[here], np.float32(scale), out[here, tile])
     elif not alone.all():
         out[~alone] = 0
-    for rows, tiles in _groups(np.flatnonzero(alone), counts):
+    for rows, key_tiles in _groups(np.flatnonzero(alone), counts):
         if len(rows) == 1:
             row = rows[0]
             keys = gather(view, int(lanes[row]), lists[row, : counts[row]], KEY_TILE)[None]
         else:
-            keys = _listed_keys(view, lanes[rows], lists[rows], counts[rows], tiles)
-        out[rows] = _chunks(q[rows], keys, counts[rows, None, None], np.float32(scale))
+            keys = _listed_keys(view, lanes[rows], lists[rows], counts[rows], key_tiles)
+        for tile in heads:
+            out[rows, tile] = _chunks(q[rows, tile], keys, counts[rows, None, None], np.float32(scale))
     rounded(out)
 
 
@@ -70,18 +74,19 @@ def _listed_keys(view: RowView, lanes: Array, lists: Array, counts: Array, tiles
     return widen(view.values[pages, offsets]).reshape(len(lanes), tiles, KEY_TILE, -1)
 
 
-def _dense_block(
-    q: Array, view: RowView, lanes: Array, lists: Array, counts: Array, dense: Array, scale: np.float32, out: Array
-) -> None:
-    """The dense rows of a block, multiplied with a tile together; a row sees the keys its count covers."""
+def _dense_keys(view: RowView, lanes: Array, lists: Array, counts: Array, dense: Array) -> tuple[Array, Array]:
+    """Keys [tiles, 64, r] of a block's longest dense row, and how many of them each of its rows sees [64]."""
     rows = np.flatnonzero(dense)
     longest = rows[np.argmax(counts[rows])]
-    n = counts[longest]
-    keys = gather(view, int(lanes[longest]), lists[longest, :n], KEY_TILE)
+    keys = gather(view, int(lanes[longest]), lists[longest, : counts[longest]], KEY_TILE)
+    return keys, np.where(dense, counts, 1)
+
+
+def _dense_block(q: Array, keys: Array, seen: Array, dense: Array, scale: np.float32, out: Array) -> None:
+    """The dense rows of a block, multiplied with a tile together; a row sees the keys its count covers."""
     _, heads, r = q.shape
-    seen = np.repeat(np.where(dense, counts, 1), heads)
-    attended = _chunks(q.reshape(1, BLOCK * heads, r), keys[None], seen[None, :, None], scale)
-    out[rows] = attended.reshape(BLOCK, heads, r)[rows]
+    attended = _chunks(q.reshape(1, BLOCK * heads, r), keys[None], np.repeat(seen, heads)[None, :, None], scale)
+    out[dense] = attended.reshape(BLOCK, heads, r)[dense]
 
 
 def _chunks(q: Array, keys: Array, seen: Array, scale: np.float32) -> Array:

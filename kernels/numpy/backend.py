@@ -14,7 +14,7 @@ import numpy as np
 from kernels.api import Kind, Path
 from kernels.numpy import attention, cached_rows, elementwise, hyper, kda, norms, products, sampling, selection
 from kernels.numpy import experts as _experts
-from kernels.numpy.rounding import CACHE_DTYPES, ROUNDING
+from kernels.numpy.rounding import CACHE_DTYPES, ROUNDING, widen
 from kernels.rows import Array, RowView
 
 _CARRIERS = {"compute": np.float32, "f32": np.float32, "f64": np.float64, "i32": np.int32, "u64": np.uint64}
@@ -27,6 +27,7 @@ class NumpyKernels:
 
     def __init__(self, dtype: Literal["f32", "bf16"]) -> None:
         self.dtype: str = dtype
+        self.wire = CACHE_DTYPES[dtype]
         self._round = ROUNDING[dtype]
         self._balancers: hyper.Balancers = {}
 
@@ -137,15 +138,33 @@ class NumpyKernels:
     def read_rows(self, view: RowView, pages: Array, offsets: Array) -> Array:
         return view.values[pages, offsets]
 
+    def stored_rows(self, rows: Array, view: RowView) -> Array:
+        return rows.astype(view.values.dtype)
+
+    def export_rows(self, view: RowView, pages: Array, offsets: Array, out: Array) -> None:
+        out[...] = view.values[pages, offsets]
+
+    def import_rows(self, rows: Array, view: RowView, pages: Array, offsets: Array) -> None:
+        view.values[pages, offsets] = rows
+
+    def copy_pages(self, plane: Array, source: Array, target: Array) -> None:
+        plane[target] = plane[source]
+
+    def pack(self, x: Array, out: Array) -> None:
+        out[...] = x
+
+    def unpack(self, x: Array, out: Array) -> None:
+        out[...] = widen(x)
+
     def absorb(self, path: Path, q: Array, w: Array, out: Array) -> None:
         products.head_product(path, q, w, out)
         self._round(out)
 
     def attend(
         self, path: Path, q: Array, view: RowView, lanes: Array, positions: Array, lists: Array, counts: Array,
-        scale: float, out: Array,
+        scale: float, out: Array, tiles: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        attention.attend(path, q, view, lanes, positions, lists, counts, scale, out, self._round)
+        attention.attend(path, q, view, lanes, positions, lists, counts, scale, out, tiles, self._round)
 
     def pool_keys(self, keys: Array, gates: Array, ape: Array, out: Array) -> None:
         selection.pool_keys(keys, gates, ape, out, self._round)

@@ -29,6 +29,7 @@ def _operation(message: rank_worker_pb2.Operation) -> frames.Operation | None:
                 seed=bind.seed,
                 top_p=bind.top_p,
                 min_p=bind.min_p,
+                owner=bind.owner,
             )
         case "table":
             table = message.table
@@ -43,6 +44,7 @@ def _operation(message: rank_worker_pb2.Operation) -> frames.Operation | None:
                 logits=int(prompt.logits),
                 following=prompt.following if prompt.HasField("following") else -1,
                 log_probs=prompt.log_probs,
+                mode=int(prompt.mode) or frames.LOCAL,
             )
         case "decode":
             decode = message.decode
@@ -58,6 +60,20 @@ def _operation(message: rank_worker_pb2.Operation) -> frames.Operation | None:
             return frames.Free(lane=message.free.lane)
         case "ping":
             return frames.Ping()
+        case "borrow":
+            borrow = message.borrow
+            return frames.Borrow(lane=borrow.lane, first_slot=borrow.first_slot, pages=list(borrow.pages))
+        case "release":
+            return frames.Release(lane=message.release.lane)
+        case "carry":
+            carry = message.carry
+            return frames.Carry(
+                lane=carry.lane,
+                owner=carry.owner,
+                first_slot=carry.first_slot,
+                pages=list(carry.pages),
+                last=carry.last,
+            )
         case None:
             return None
 
@@ -69,7 +85,12 @@ def result_to_proto(frame: frames.RoundResult, with_tokens: bool) -> rank_worker
         results=[_operation_result(result, with_tokens) for result in frame.results],
         compute_seconds=frame.compute_seconds,
         exchange_seconds=frame.exchange_seconds,
+        sent=link_bytes(frame.sent),
     )
+
+
+def link_bytes(frame: frames.LinkBytes) -> rank_worker_pb2.LinkBytes:
+    return rank_worker_pb2.LinkBytes(**{name: getattr(frame, name) for name in frame.__struct_fields__})
 
 
 def _operation_result(frame: frames.OperationResult, with_tokens: bool) -> rank_worker_pb2.OperationResult:
@@ -78,6 +99,7 @@ def _operation_result(frame: frames.OperationResult, with_tokens: bool) -> rank_
         digest=frame.digest,
         tokens=frame.tokens if with_tokens else (),
         scores=None if scores is None else _scores(scores),
+        rows_digest=frame.rows_digest,
     )
 
 

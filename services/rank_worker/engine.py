@@ -20,7 +20,7 @@ import msgspec
 
 from kernels.numpy import NumpyKernels
 from latentpool.errors import ConfigError, LatentPoolError, LinkError, SetupError
-from latentpool.geometry import DTYPE_BYTES, Dtype, Geometry
+from latentpool.geometry import BLOCK, DTYPE_BYTES, Dtype, Geometry
 from services.rank_worker import frames, memory
 from services.rank_worker.arena import Arena
 from services.rank_worker.exchange.base import Exchange
@@ -29,6 +29,8 @@ from services.rank_worker.model.model import Model
 from services.rank_worker.model.workspace import workspace_bytes, workspace_rows
 from services.rank_worker.numerics import numerics_digest
 from services.rank_worker.rounds import Rounds
+from services.rank_worker.split.fetch import least_staging_rows
+from services.rank_worker.split.split import split_bytes
 
 _PROGRESS_SECONDS = 0.5
 _ORPHAN_SECONDS = 2.0
@@ -37,7 +39,8 @@ _CONNECT_SECONDS = 30.0
 
 class EngineSettings(msgspec.Struct, frozen=True):
     """What a front tells its engine. dtype and kv_cache None: the checkpoint's dtype, and the compute dtype. memory_bytes
-    None: half of what the host has available."""
+    None: half of what the host has available. staging_rows: history rows that a fetching chunk holds at a time; audit:
+    whether ranks hash the rows that prompt chunks read; both of split groups."""
 
     model: str
     rank: int
@@ -50,6 +53,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     transport: str
     net_devices: str
     dead_after: float
+    staging_rows: int = 32768
+    audit: bool = False
 
 
 class _Front:
@@ -147,21 +152,33 @@ class Engine:
         return Model(self._geometry, self._kernels, shard, self._settings.world, self._settings.rank)
 
     def _work_bytes(self) -> int:
-        """Scratch of the largest pass and the link buffers of its sums (own and W received blocks, two parities)."""
-        g, settings = self._geometry, self._settings
-        scratch = workspace_bytes(g, settings.world, settings.rank, workspace_rows(g, settings.chunk_rows, 1))
-        return scratch + 2 * (1 + settings.world) * settings.chunk_rows * g.hidden * DTYPE_BYTES["f32"]
+        """Scratch of the largest pass, the link buffers of its sums (own and W received blocks, two parities), and what a
+        split needs: the plan, which decides about it, is made of what is left."""
+        g, settings, world = self._geometry, self._settings, self._settings.world
+        scratch = workspace_bytes(g, world, settings.rank, workspace_rows(g, settings.chunk_rows, 1))
+        sums = 2 * (1 + world) * settings.chunk_rows * g.hidden * DTYPE_BYTES["f32"]
+        if world == 1:
+            return scratch + sums
+        element = DTYPE_BYTES[self._kernels.dtype]
+        staging = self._staging_rows(g.max_context)
+        return scratch + sums + split_bytes(g, self._kv_dtype, element, world, settings.chunk_rows, staging)
+
+    def _staging_rows(self, context: int) -> int:
+        """Rows of the staging buffer: as set, but no more than a conversation can have."""
+        most = max(least_staging_rows(self._geometry), -(-context // BLOCK) * BLOCK)
+        return min(self._settings.staging_rows, most)
 
     def lay_out(self, frame: frames.LayOut) -> None:
         """Allocates the arena of the plan and connects the links. Raises LinkError."""
         settings = self._settings
         arena = Arena(
             self._geometry, self._kernels, self._kv_dtype, world=settings.world, rank=settings.rank,
-            pages=frame.pages, lanes=frame.lanes, context=frame.context, page_rows=settings.page_rows,
+            pages=frame.pages, lanes=frame.lanes, context=frame.context, page_rows=settings.page_rows, split=frame.split,
         )  # fmt: skip
         self._rounds = Rounds(
             self._geometry, self._kernels, self._model, arena, self._exchange,
             chunk_rows=settings.chunk_rows, deadline=settings.dead_after, tick=self._tick,
+            staging_rows=self._staging_rows(frame.context), audit=settings.audit,
         )  # fmt: skip
         self._exchange.connect(frame.link_addresses, frame.epoch, _CONNECT_SECONDS)
         self._front.send(frames.Ready(memory.resident_bytes()))

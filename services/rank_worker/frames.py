@@ -22,7 +22,8 @@ class _Frame(msgspec.Struct, tag=True, array_like=True):
 
 
 class Bind(_Frame):
-    """A conversation takes a lane: state cleared, position 0, nothing mapped."""
+    """A conversation takes a lane: state cleared, position 0, nothing mapped. owner: the rank that alone keeps its latent
+    rows where the group is split."""
 
     lane: int
     conversation: int
@@ -31,14 +32,19 @@ class Bind(_Frame):
     seed: int
     top_p: float = 1.0
     min_p: float = 0.0
+    owner: int = 0
 
 
 class Table(_Frame):
-    """Maps slots first_slot.. of a lane to page ids; both tables follow from the ids and the plan."""
+    """Maps slots first_slot.. of a lane to page ids of its owner; both tables follow from the ids and the plan."""
 
     lane: int
     first_slot: int
     pages: list[int]
+
+
+LOCAL, BORROWED, FETCH = 1, 2, 3
+"""Prompt.mode, as the proto's PromptMode."""
 
 
 class Prompt(_Frame):
@@ -52,6 +58,7 @@ class Prompt(_Frame):
     logits: int = 0
     following: int = -1
     log_probs: int = 0
+    mode: int = LOCAL
 
 
 class Decode(_Frame):
@@ -74,7 +81,31 @@ class Ping(_Frame):
     pass
 
 
-Operation = Bind | Table | Prompt | Decode | Free | Ping
+class Borrow(_Frame):
+    """Other owners' pages for slots first_slot.. of a lane: in a slot one id of every rank but the owner, ascending ranks."""
+
+    lane: int
+    first_slot: int
+    pages: list[int]
+
+
+class Release(_Frame):
+    """A lane's borrowed pages are given back."""
+
+    lane: int
+
+
+class Carry(_Frame):
+    """Rows of slots first_slot.. move to these ids of `owner`; with `last` they take the old ones' place."""
+
+    lane: int
+    owner: int
+    first_slot: int
+    pages: list[int]
+    last: bool
+
+
+Operation = Bind | Table | Prompt | Decode | Free | Ping | Borrow | Release | Carry
 
 
 # ---- front -> engine -------------------------------------------------------------------------------------------
@@ -153,9 +184,23 @@ class Scores(_Frame):
 
 
 class OperationResult(_Frame):
+    """rows_digest: hash of the cached rows that this rank sent, received or read, where ranks are compared; else 0."""
+
     digest: int
     tokens: list[int]
     scores: Scores | None = None
+    rows_digest: int = 0
+
+
+class LinkBytes(_Frame):
+    """Bytes sent to all peers, by what they were, as the proto's LinkBytes."""
+
+    sums: int = 0
+    queries: int = 0
+    outputs: int = 0
+    rows: int = 0
+    carries: int = 0
+    samples: int = 0
 
 
 class RoundResult(_Frame):
@@ -163,6 +208,7 @@ class RoundResult(_Frame):
     results: list[OperationResult]
     compute_seconds: float
     exchange_seconds: float
+    sent: LinkBytes
 
 
 class Progress(_Frame):

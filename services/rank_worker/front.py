@@ -233,6 +233,7 @@ class RankWorker:
             match frame:
                 case frames.RoundResult():
                     self._rounds.deliver(frame)
+                    self._count(frame.sent)
                     self._advance(len(frame.results))
                 case frames.Progress():
                     self._advance(1)
@@ -268,6 +269,11 @@ class RankWorker:
     def _advance(self, signs_of_work: int) -> None:
         self._progress += signs_of_work
         self._say(engine_progress=self._progress)
+
+    def _count(self, sent: frames.LinkBytes) -> None:
+        total = self._membership.heartbeat.sent
+        for name in sent.__struct_fields__:
+            setattr(total, name, getattr(total, name) + getattr(sent, name))
 
     def _say(self, **news: Any) -> None:
         for name, value in news.items():

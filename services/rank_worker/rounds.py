@@ -20,12 +20,17 @@ from services.rank_worker import frames
 from services.rank_worker.arena import Arena
 from services.rank_worker.digest import Digest
 from services.rank_worker.exchange.base import Exchange
+from services.rank_worker.link import Link
 from services.rank_worker.model.batch import Batch, decode_batch, prompt_batch
 from services.rank_worker.model.model import Model
-from services.rank_worker.model.pass_ import Pass
-from services.rank_worker.model.sums import Link, Sums
+from services.rank_worker.model.pass_ import LatentRows, Pass
+from services.rank_worker.model.sums import Sums
 from services.rank_worker.model.workspace import Workspace, workspace_rows
 from services.rank_worker.sample import Draws, Sampler
+from services.rank_worker.split.audit import Audit
+from services.rank_worker.split.carry import Carrying
+from services.rank_worker.split.rows import HereRows
+from services.rank_worker.split.split import Split
 
 RAW_LOGITS = 2
 
@@ -43,18 +48,20 @@ class Lane:
     position: int = 0
     last_token: int = -1
     parity: int = 0
+    carrying: Carrying | None = None
 
 
 class Rounds:
     """One rank's executor. Prepares its link channels when made, so every rank makes it at the same point.
 
     shapes_of: (world, rank) whose shapes the weights have, where that is not the exchange's (the numerics digest runs
-    rank 0's shapes of a group alone).
+    rank 0's shapes of a group alone). staging_rows, audit: of split groups, see services.rank_worker.split.
     """
 
     def __init__(
         self, geometry: Geometry, kernels: Kernels, model: Model, arena: Arena, exchange: Exchange, *, chunk_rows: int,
-        deadline: float, tick: Callable[[], None], shapes_of: tuple[int, int] | None = None,
+        deadline: float, tick: Callable[[], None], shapes_of: tuple[int, int] | None = None, staging_rows: int = 0,
+        audit: bool = False,
     ) -> None:  # fmt: skip
         self.geometry = geometry
         self.arena = arena
@@ -71,6 +78,9 @@ class Rounds:
         self._columns = model.vocabulary.stop - model.vocabulary.start
         self._logits = kernels.empty((BLOCK, self._columns), "compute")
         self._lanes: list[Lane | None] = [None] * arena.lanes
+        self._audit = audit
+        self._here = HereRows()
+        self._split = Split(geometry, kernels, self._link, arena, chunk_rows, staging_rows) if arena.split else None
 
     def execute(self, round_: frames.Round) -> frames.RoundResult:
         """Runs a round. Raises LinkError when the link fails, EpochError naming round and operation for anything else."""
@@ -85,21 +95,23 @@ class Rounds:
                     raise EpochError(f"round {round_.seq}, operation {number} ({kind}): {error}") from error
                 self._tick()
         exchange = self._link.take_seconds()
-        return frames.RoundResult(round_.seq, results, time.perf_counter() - start - exchange, exchange)
+        seconds = time.perf_counter() - start - exchange
+        return frames.RoundResult(round_.seq, results, seconds, exchange, self._link.take_sent())
 
     def _run(self, operation: frames.Operation) -> frames.OperationResult:
         digest = Digest(type(operation).__name__)
         tokens: list[int] = []
         scores: frames.Scores | None = None
+        rows_digest = 0
         match operation:
             case frames.Bind():
                 self._bind(operation)
-                digest.integers(operation.lane, operation.conversation, operation.seed, operation.top_k)
+                digest.integers(operation.lane, operation.conversation, operation.seed, operation.top_k, operation.owner)
             case frames.Table():
                 self.arena.map(operation.lane, operation.first_slot, operation.pages)
                 digest.integers(operation.lane, operation.first_slot, *operation.pages)
             case frames.Prompt():
-                tokens, scores = self._prompt(operation, digest)
+                tokens, scores, rows_digest = self._prompt(operation, digest)
             case frames.Decode():
                 tokens, scores = self._decode(operation, digest)
             case frames.Free():
@@ -107,10 +119,20 @@ class Rounds:
                 self._lanes[operation.lane] = None
                 self.arena.clear(operation.lane)
                 digest.integers(operation.lane)
+            case frames.Borrow():
+                self._lane(operation.lane)
+                self.arena.borrow(operation.lane, operation.first_slot, operation.pages)
+                digest.integers(operation.lane, operation.first_slot, *operation.pages)
+            case frames.Release():
+                self._lane(operation.lane)
+                self.arena.release(operation.lane)
+                digest.integers(operation.lane)
+            case frames.Carry():
+                rows_digest = self._carry(operation, digest)
             case frames.Ping():
                 pass
         digest.integers(*tokens)
-        return frames.OperationResult(digest.value(), tokens, scores)
+        return frames.OperationResult(digest.value(), tokens, scores, rows_digest)
 
     # ---- operations --------------------------------------------------------------------------------------------
 
@@ -119,40 +141,51 @@ class Rounds:
             raise ValueError(f"lane {operation.lane}: the plan has {len(self._lanes)}")
         if self._lanes[operation.lane] is not None:
             raise ValueError(f"lane {operation.lane} is taken")
-        self.arena.clear(operation.lane)
+        self.arena.clear(operation.lane, operation.owner)
         self._lanes[operation.lane] = Lane(
             operation.conversation, operation.temperature, operation.top_k, operation.seed, operation.top_p, operation.min_p
         )
 
-    def _prompt(self, operation: frames.Prompt, digest: Digest) -> tuple[list[int], frames.Scores | None]:
-        lane = self._lane(operation.lane)
+    def _prompt(self, operation: frames.Prompt, digest: Digest) -> tuple[list[int], frames.Scores | None, int]:
+        lane = self._runs(operation.lane)
         count = len(operation.tokens)
         if operation.start != lane.position or operation.start % BLOCK:
             raise ValueError(f"start {operation.start}: the lane is at {lane.position}, chunks start at multiples of {BLOCK}")
         if not 0 < count <= self._chunk_rows or (count % BLOCK and not operation.last):
             raise ValueError(f"{count} tokens: 1 to {self._chunk_rows}, a multiple of {BLOCK} unless the last chunk")
         self._check_tokens(operation.tokens)
-        digest.integers(operation.lane, operation.start, *operation.tokens)
+        digest.integers(operation.lane, operation.start, operation.mode, *operation.tokens)
+        audit = Audit() if self._audit and self._split is not None else None
+        latent_rows = self._chunk_rows_of(operation, count, audit)
         batch = prompt_batch(self.arena, operation.lane, operation.start, operation.tokens, lane.parity)
-        hidden = self._forward(batch, digest)
+        hidden = self._forward(batch, latent_rows, digest)
         lane.position += count
 
+        rows_digest = audit.value() if audit is not None else 0
         scores = None
         if operation.logits:
             following = [*operation.tokens[1:], operation.following]
             scores = self._score(Path.PROMPT, hidden, following, operation.logits)
         if not operation.last:
-            return [], scores
+            return [], scores, rows_digest
         block = (count - 1) // BLOCK * BLOCK
         self._model.logits(Path.PROMPT, hidden[block : block + BLOCK], self._logits)
         logits = self._logits[count - 1 - block : count - block]
         lane.last_token = int(self._sampler.sample(logits, self._draws([lane], [lane.position]))[0])
         if operation.log_probs:
             scores = self._join([self._score_rows(logits, [lane.last_token], operation.log_probs - 1)])
-        return [lane.last_token], scores
+        return [lane.last_token], scores, rows_digest
+
+    def _chunk_rows_of(self, operation: frames.Prompt, count: int, audit: Audit | None) -> LatentRows:
+        """Where a chunk's latent rows are. Raises ValueError for a mode that does not fit the group or the lane."""
+        if self._split is None:
+            if operation.mode != frames.LOCAL:
+                raise ValueError(f"mode {operation.mode} in a group that is not split")
+            return self._here
+        return self._split.chunk(operation, count, audit)
 
     def _decode(self, operation: frames.Decode, digest: Digest) -> tuple[list[int], frames.Scores | None]:
-        lanes = [self._lane(number) for number in operation.lanes]
+        lanes = [self._runs(number) for number in operation.lanes]
         width = operation.rows
         if len(set(operation.lanes)) != len(lanes) or not lanes:
             raise ValueError(f"lanes {operation.lanes}: at least one, each once")
@@ -165,7 +198,8 @@ class Rounds:
         digest.integers(width, *operation.lanes, *fed)
         starts = [lane.position for lane in lanes]
         batch = decode_batch(self.arena, operation.lanes, starts, fed, width, [lane.parity for lane in lanes])
-        hidden = self._forward(batch, digest)
+        latent_rows = self._here if self._split is None else self._split.decode(operation.lanes)
+        hidden = self._forward(batch, latent_rows, digest)
 
         scores = None
         if operation.logits:
@@ -190,6 +224,21 @@ class Rounds:
             lane.last_token = tokens[(number + 1) * width - 1]
         return tokens, scores
 
+    def _carry(self, operation: frames.Carry, digest: Digest) -> int:
+        lane = self._lane(operation.lane)
+        if self._split is None:
+            raise ValueError("nothing is carried in a group that is not split")
+        carrying = lane.carrying or Carrying(operation.owner)
+        self._split.carrier.check(operation, carrying, lane.position)
+        digest.integers(operation.lane, operation.owner, operation.first_slot, operation.last, *operation.pages)
+        rows_digest = self._split.carrier.slice(operation, lane.position)
+        carrying.pages += operation.pages
+        lane.carrying = carrying
+        if operation.last:
+            self.arena.remap(operation.lane, carrying.owner, carrying.pages)
+            lane.carrying = None
+        return rows_digest
+
     # ---- parts -------------------------------------------------------------------------------------------------
 
     def _lane(self, number: int) -> Lane:
@@ -198,12 +247,18 @@ class Rounds:
             raise ValueError(f"lane {number} runs nothing")
         return lane
 
+    def _runs(self, number: int) -> Lane:
+        lane = self._lane(number)
+        if lane.carrying is not None:
+            raise ValueError(f"lane {number} is being carried to rank {lane.carrying.owner}")
+        return lane
+
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         if min(tokens) < 0 or max(tokens) >= self.geometry.vocab:
             raise ValueError(f"a token id is outside 0..{self.geometry.vocab - 1}")
 
-    def _forward(self, batch: Batch, digest: Digest) -> Array:
-        p = Pass(self.geometry, self._kernels, self.arena, self._workspace, self._sums, batch, digest, self._tick)
+    def _forward(self, batch: Batch, latent_rows: LatentRows, digest: Digest) -> Array:
+        p = Pass(self.geometry, self._kernels, self.arena, self._workspace, self._sums, batch, digest, latent_rows, self._tick)
         return self._model.forward(p)
 
     @staticmethod

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from kernels.api import Kernels
 from kernels.rows import Array
-from services.rank_worker.exchange.base import Slot
-from services.rank_worker.model.sums import Link
+from services.rank_worker.link import Link
 
 WIDTH = 1024
 """Candidates a rank gives at first where there is a cut; top_k is at most this."""
@@ -54,16 +53,15 @@ class Sampler:
         self._link = link
         self._columns = np.array(columns, np.int32)
         self._first_id = sum(columns[:rank])
-        prepare = link.exchange.prepare
-        self._slots: dict[str, tuple[Slot, Slot]] = {"mass": prepare("mass", (rows, 1), np.dtype(np.uint64))}
+        self._channels = {"mass": link.channel("mass", (rows, 1), np.dtype(np.uint64), "samples")}
         widths = [1, WIDTH]
         while widths[-1] < max(columns):
             widths.append(2 * widths[-1])
         for width in widths:
             # rows that ask for more than WIDTH go one by one: link buffers stay small
             count = rows if width <= WIDTH else 1
-            self._slots[f"best-{width}"] = prepare(f"best-{width}", (count, 2, width), np.dtype(np.float64))
-        self._parity = dict.fromkeys(self._slots, 0)
+            name = f"best-{width}"
+            self._channels[name] = link.channel(name, (count, 2, width), np.dtype(np.float64), "samples")
 
     def sample(self, logits: Array, draws: Draws) -> NDArray[np.int32]:
         """Tokens i32 [T] for logits compute [T, V_r] of this rank's columns. Raises LinkError."""
@@ -116,10 +114,7 @@ class Sampler:
 
     def _gather(self, channel: str, mine: Array) -> Array:
         """All ranks' blocks of a channel, [W, *mine.shape]."""
-        slot = self._slots[channel][self._parity[channel]]
-        self._parity[channel] ^= 1
         rows = len(mine)
-        slot.send[:rows] = mine
-        self._link.all_to_all(slot, rows)
-        rank, world = self._link.exchange.rank, self._link.exchange.world
-        return np.stack([mine if r == rank else slot.recv[r, :rows] for r in range(world)])
+        self._channels[channel].slot.send[:rows] = mine
+        slot = self._channels[channel].all_to_all(rows)
+        return np.stack([mine if r == self._link.rank else slot.recv[r, :rows] for r in range(self._link.world)])

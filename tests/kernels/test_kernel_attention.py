@@ -100,6 +100,39 @@ def test_the_same_rows_elsewhere_give_the_same_bits(kernels: Kernels, path: Path
     assert ours.tobytes() == theirs.tobytes()
 
 
+@PATHS
+@pytest.mark.parametrize("first", [0, 512])
+def test_heads_of_several_ranks_side_by_side_get_what_each_rank_alone_gets(kernels: Kernels, path: Path, first: int) -> None:
+    """As an owner attends for all ranks: a product's bits may depend on how many heads it holds, a rank's must not."""
+    rng = np.random.default_rng(4)
+    view = paged(kernels, rng, 1, LENGTH, 64, 40)
+    tiles = [3, 2, 2]
+    q = compute(kernels, normal(rng, 64, sum(tiles), 40))
+    positions, lists, counts = block(rng, first, 550)
+    lanes = np.zeros(64, np.int32)
+    together = np.full(q.shape, np.nan, np.float32)
+    kernels.attend(path, q, view, lanes, positions, lists, counts, 0.3, together, tiles)
+    start = 0
+    for heads in tiles:
+        mine = np.ascontiguousarray(q[:, start : start + heads])
+        alone = run(kernels, path, mine, view, lanes, positions, lists, counts)
+        assert together[:, start : start + heads].tobytes() == alone.tobytes()
+        start += heads
+
+
+def test_some_sparse_rows_of_a_block_get_what_the_whole_block_gives_them(kernels: Kernels) -> None:
+    """As where a staging buffer holds the rows that a part of a block selects."""
+    rng = np.random.default_rng(5)
+    view = paged(kernels, rng, 1, LENGTH, 64, 16)
+    q = compute(kernels, normal(rng, 64, 2, 16))
+    positions, lists, counts = block(rng, 1024, 550)
+    lanes = np.zeros(64, np.int32)
+    whole = run(kernels, Path.PROMPT, q, view, lanes, positions, lists, counts)
+    for part in (slice(0, 32), slice(32, 33), slice(33, 64)):
+        some = run(kernels, Path.PROMPT, q[part], view, lanes[part], positions[part], lists[part], counts[part])
+        assert some.tobytes() == whole[part].tobytes()
+
+
 def test_scores_far_apart_do_not_overflow(kernels: Kernels) -> None:
     view = paged(kernels, np.random.default_rng(3), 1, LENGTH, 64, 8)
     view.values[...] = 0

@@ -37,7 +37,8 @@ class Pools:
 @dataclass(frozen=True)
 class Batch:
     """T rows in `windows` windows of `width` rows each; window i belongs to lane window_lanes[i] and starts at position
-    starts[i]. Padding rows (prompt only, from `rows` on) have position -1 and write to the discard page."""
+    starts[i]. Padding rows (prompt only, from `rows` on) have position -1 and write to the discard page, as do rows that
+    another rank keeps."""
 
     path: Path
     rows: int
@@ -68,7 +69,7 @@ def prompt_batch(arena: Arena, lane: int, start: int, tokens: Sequence[int], par
     positions = np.full(total, -1, np.int32)
     positions[:rows] = np.arange(start, start + rows, dtype=np.int32)
     lanes = np.full(total, lane, np.int32)
-    pages, offsets = arena.address(lanes, positions, arena.page_rows)
+    pages, offsets = arena.latent_places(lanes, positions)
     place = np.array([2 * lane + parity], np.int32)
     return Batch(
         Path.PROMPT, rows, ids, lanes, positions, pages, offsets,
@@ -86,7 +87,7 @@ def decode_batch(
     first = np.array(starts, np.int32)
     row_lanes: Int32 = np.repeat(window_lanes, width)
     positions: Int32 = np.add.outer(first, np.arange(width, dtype=np.int32)).reshape(-1)
-    pages, offsets = arena.address(row_lanes, positions, arena.page_rows)
+    pages, offsets = arena.latent_places(row_lanes, positions)
     parity = np.array(parities, np.int32)
     return Batch(
         Path.DECODE, len(positions), np.array(tokens, np.int32), row_lanes, positions, pages, offsets,
@@ -96,14 +97,10 @@ def decode_batch(
     )  # fmt: skip
 
 
-def _pool_places(arena: Arena, lanes: Int32, pools: Int32) -> tuple[Int32, Int32]:
-    return arena.address(lanes, pools, arena.page_rows // arena.geometry.pool)
-
-
 def _prompt_pools(arena: Arena, lane: int, start: int, rows: int) -> Pools:
     count = rows // arena.geometry.pool
     pools = start // arena.geometry.pool + np.arange(count, dtype=np.int32)
-    pages, offsets = _pool_places(arena, np.full(count, lane, np.int32), pools)
+    pages, offsets = arena.pool_places(np.full(count, lane, np.int32), pools)
     none = np.empty(0, np.int32)
     return Pools(count, pages, offsets, none, none)
 
@@ -111,7 +108,7 @@ def _prompt_pools(arena: Arena, lane: int, start: int, rows: int) -> Pools:
 def _decode_pools(arena: Arena, lanes: Int32, positions: Int32) -> Pools:
     size = arena.geometry.pool
     last = np.flatnonzero((positions + 1) % size == 0)
-    pages, offsets = _pool_places(arena, lanes[last], positions[last] // size)
+    pages, offsets = arena.pool_places(lanes[last], positions[last] // size)
     members: Int32 = np.subtract.outer(positions[last], np.arange(size - 1, -1, -1, dtype=np.int32))
     member_lanes: Int32 = np.repeat(lanes[last], size)
     return Pools(len(last), pages, offsets, member_lanes, members.reshape(-1))

@@ -20,21 +20,17 @@ def mla(p: Pass, layer: int, index_layer: int, weights: Mla, x: Array, partial: 
     latent_raw, latent = p.take("latent_raw"), p.take("latent")
     k.linear(path, x, weights.kv_a, latent_raw)
     k.rms_norm(latent_raw, weights.kv_norm, g.rms_eps, latent)
-    view = p.arena.latent_view(layer)
-    k.write_rows(latent, view, batch.pages, batch.offsets)
-    p.digest.rows(k.read_rows(view, batch.pages[: batch.rows], batch.offsets[: batch.rows]))
+    p.latent_rows.store(p, layer, latent)
 
     if weights.indexer is not None:
         _write_pools(p, index_layer, weights.indexer, x)
         p.selection = _select(p, index_layer, weights.indexer, x, q_low)
-    selection = p.selection
-    assert selection is not None  # geometry: a shared layer follows a full one
 
     q, absorbed = p.take("q"), p.take("absorbed")
     k.linear(path, q_low, weights.q_b, q.reshape(batch.total, -1))
     k.absorb(path, q, weights.b_k, absorbed)
     attended, values = p.take("attended"), p.take("values")
-    k.attend(path, absorbed, view, batch.lanes, batch.positions, selection.lists, selection.counts, g.nope_dim**-0.5, attended)
+    p.latent_rows.attend(p, layer, absorbed, attended)
     k.absorb(path, attended, weights.b_v, values)
     k.linear_f32(path, values.reshape(batch.total, -1), weights.o, partial)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kernels.api import Kernels
 from kernels.rows import Array
@@ -23,6 +24,17 @@ class Selection:
     counts: Array
 
 
+class LatentRows(Protocol):
+    """Where the latent rows of a pass are written and read; `layer` counts MLA layers."""
+
+    def store(self, p: Pass, layer: int, rows: Array) -> None:
+        """Keeps the pass's new rows, compute [T, r], and digests them as they are kept."""
+
+    def attend(self, p: Pass, layer: int, q: Array, out: Array) -> None:
+        """out compute [T, h, r] = attention of this rank's heads q compute [T, h, r] over the rows that p.selection names.
+        Raises LinkError."""
+
+
 @dataclass(slots=True)
 class Pass:
     """One forward pass of one batch. `selection` is the newest full MLA layer's, for the shared layers after it."""
@@ -34,6 +46,7 @@ class Pass:
     sums: Sums
     batch: Batch
     digest: Digest
+    latent_rows: LatentRows
     tick: Callable[[], None]
     selection: Selection | None = None
 

@@ -107,21 +107,22 @@ def test_poison_outside_the_mapped_pages_never_reaches_a_result(world: int, kv_d
     ranks = Ranks(MODEL, world, kv_dtype=kv_dtype, lanes=3)
     for arena in ranks.arenas:
         for plane in (arena.latent, arena.index):
-            plane[: arena.pages] = np.nan
-            plane[arena.discard_page] = np.nan
+            plane[:-2] = np.nan
+            plane[-1] = np.nan
         arena.states[:] = np.nan
         arena.conv[:] = np.nan
         arena.rings[:] = np.nan
     np.testing.assert_array_equal(alone(ranks, PROMPT, lane=1), reference(world, "f32", kv_dtype))
     ranks.agree(frames.Free(1))
     for arena in ranks.arenas:
-        assert (arena.tables == arena.null_page).all()
-        arena.latent[: arena.pages] = np.nan
-        arena.index[: arena.pages] = np.nan
+        assert (arena.index_tables == arena.index_null).all()
+        assert (arena.latent_tables == arena.latent_null).all()
+        arena.latent[:-2] = np.nan
+        arena.index[:-2] = np.nan
     np.testing.assert_array_equal(alone(ranks, PROMPT, lane=1, pages=range(8, 16)), reference(world, "f32", kv_dtype))
     for arena in ranks.arenas:
-        assert not arena.latent[arena.null_page].any()
-        assert not arena.index[arena.null_page].any()
+        assert not arena.latent[arena.latent_null].any()
+        assert not arena.index[arena.index_null].any()
     ranks.close()
 
 

@@ -134,11 +134,11 @@ def test_internals_of_tiny() -> None:
         close(arena.states[place, 0], f"cache.layer{layer}.kda_state")
         last = [p % geometry.conv_rows for p in range(rows - 3, rows)]
         close(arena.conv[place, 0][last].T, f"cache.layer{layer}.conv_last3")
-    pages = arena.tables[0, [p // ranks.page_rows for p in range(rows)]]
+    pages = arena.latent_tables[0, [p // ranks.page_rows for p in range(rows)]]
     close(arena.latent[pages, 0, np.arange(rows) % ranks.page_rows], "cache.layer3.latent")
     pools = np.arange(rows // geometry.pool)
     per_page = ranks.page_rows // geometry.pool
-    close(arena.index[arena.tables[0, pools // per_page], 0, pools % per_page], "cache.layer3.pooled_key")
+    close(arena.index[arena.index_tables[0, pools // per_page], 0, pools % per_page], "cache.layer3.pooled_key")
     ranks.close()
 
 

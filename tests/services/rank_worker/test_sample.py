@@ -12,7 +12,7 @@ from kernels.numpy import NumpyKernels
 from latentpool.geometry import shares
 from services.rank_worker import frames
 from services.rank_worker.exchange.inproc import Hub
-from services.rank_worker.model.sums import Link
+from services.rank_worker.link import Link
 from services.rank_worker.sample import WIDTH, Draws, Sampler
 
 VOCABULARY = 7001

@@ -1,0 +1,417 @@
+"""E1 of the exactness contract at the level of rounds: a split group's logits are those of one where every rank keeps every
+row, bit for bit, whatever was borrowed, fetched or carried; and faults that only hashes of rows can show are shown.
+
+`long_kpool16` is the model: its prompts drop tokens in selection from row 79 on, so sparse rows are everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import Ranks, oracle
+
+from latentpool.errors import EpochError
+from latentpool.geometry import shares
+from services.rank_worker import frames
+from services.rank_worker.split.carry import Carrier
+from services.rank_worker.split.fetch import FetchedRows, least_staging_rows
+from services.rank_worker.split.owner import OwnerRows
+
+MODEL, EXPECTED = oracle("long_kpool16")
+IDS = EXPECTED["input_ids"].tolist()
+PROMPT = IDS[:330]
+STEPS = 24
+PAGE = 64
+WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.full)]
+KV = ["f32", "bf16"]
+
+
+def made(world: int, *, split: bool = True, kv_dtype: str = "f32", lanes: int = 4, **settings: Any) -> Ranks:
+    return Ranks(MODEL, world, kv_dtype=kv_dtype, split=split, lanes=lanes, pages=12 * world * lanes, **settings)
+
+
+def pages_of(ranks: Ranks, owner: int, first: int, count: int = 8) -> list[int]:
+    """Ids of local pages first.. of an owner."""
+    return [(first + i) * ranks.world + owner for i in range(count)]
+
+
+def lend(ranks: Ranks, lane: int, owner: int, first: int, count: int) -> None:
+    """Borrows local pages first.. of every other rank for the lane's first slots."""
+    others = [rank for rank in range(ranks.world) if rank != owner]
+    ids = [(first + slot) * ranks.world + rank for slot in range(count) for rank in others]
+    ranks.agree(frames.Borrow(lane, 0, ids))
+
+
+def decoded(ranks: Ranks, lane: int, steps: int = STEPS) -> list[np.ndarray]:
+    return [ranks.decode([lane])[0] for _ in range(steps)]
+
+
+@cache
+def reference(world: int, kv_dtype: str = "f32") -> np.ndarray:
+    """Logits of the prompt and of greedy decode rows where nothing is split, [330 + STEPS, V]."""
+    ranks = made(world, split=False, kv_dtype=kv_dtype)
+    ranks.begin(0, range(8))
+    logits, _ = ranks.prompt(0, PROMPT)
+    rows = np.concatenate([logits, *decoded(ranks, 0)])
+    ranks.close()
+    return rows
+
+
+def poison(ranks: Ranks, owner: int) -> None:
+    """What nobody may read: latent planes of all ranks but the owner, discard pages, staging buffers."""
+    for rank, (arena, rounds) in enumerate(zip(ranks.arenas, ranks.rounds, strict=True)):
+        arena.latent[arena.latent_discard] = np.nan
+        if rank != owner:
+            arena.latent[: arena.local_pages] = np.nan
+        assert rounds._split is not None
+        rounds._split._staging.values[:-2] = np.nan
+
+
+@pytest.mark.parametrize("kv_dtype", KV)
+@pytest.mark.parametrize("borrowed", [0, 128, 330])
+@pytest.mark.parametrize("world", WORLDS)
+def test_split_equals_replicated(world: int, borrowed: int, kv_dtype: str) -> None:
+    """Every owner in turn; chunks of 128; borrowed pages that cover all, a part or nothing of the prompt."""
+    for owner in range(world):
+        ranks = made(world, kv_dtype=kv_dtype)
+        ranks.begin(0, pages_of(ranks, owner, 3), owner=owner)
+        if borrowed:
+            lend(ranks, 0, owner, 20, -(-borrowed // PAGE))
+        logits, _ = ranks.prompt(0, PROMPT, 128, borrowed=borrowed)
+        poison(ranks, owner)
+        np.testing.assert_array_equal(np.concatenate([logits, *decoded(ranks, 0)]), reference(world, kv_dtype))
+        ranks.close()
+
+
+@pytest.mark.parametrize("limit", [64, 192, 576])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_tiny_staging_buffer_changes_nothing(world: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least buffer that is allowed, and pieces of 7 rows: parts down to some rows of a block, and many pieces."""
+    monkeypatch.setattr("services.rank_worker.split.fetch.PIECE_ROWS", 7)
+    parts: list[int] = []
+    cut = FetchedRows._cut
+
+    def watched(self: FetchedRows, selection: Any, rows: slice) -> Any:
+        for part in cut(self, selection, rows):
+            parts.append(part.rows.stop - part.rows.start)
+            yield part
+
+    monkeypatch.setattr(FetchedRows, "_cut", watched)
+    ranks = made(world)
+    least = least_staging_rows(ranks.geometry)
+    ranks.close()
+    ranks = made(world, staging_rows=least, context=1728)
+    prompt = (IDS * 6)[:1100]
+    ranks.begin(0, pages_of(ranks, 1, 0, 20), owner=1)
+    logits, _ = ranks.prompt(0, prompt, limit)
+    ranks.close()
+    whole = made(world, split=False, context=1728)
+    whole.begin(0, range(20))
+    np.testing.assert_array_equal(logits, whole.prompt(0, prompt, limit)[0])
+    whole.close()
+    assert min(parts) < 64  # some rows of a block
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("world", WORLDS)
+def test_many_owners_in_one_round(world: int, width: int) -> None:
+    """Lanes of all owners, two of them of one owner, decode in one operation, in changing order and number."""
+    lanes = world + 1
+    forced = IDS[330:]
+    split, whole = made(world, lanes=lanes), made(world, split=False, lanes=lanes)
+    for lane in range(lanes):
+        prompt = PROMPT[lane : lane + 100 + 37 * lane]
+        split.begin(lane, pages_of(split, lane % world, 8 * lane), owner=lane % world)
+        whole.begin(lane, range(8 * lane, 8 * lane + 8))
+        np.testing.assert_array_equal(split.prompt(lane, prompt)[0], whole.prompt(lane, prompt)[0])
+    for step in range(12):
+        some = [(step + shift) % lanes for shift in range(1 + step % lanes)]
+        fed = forced[step * width * lanes :][: width * len(some)]
+        np.testing.assert_array_equal(split.decode(some, width, fed)[0], whole.decode(some, width, fed)[0])
+    split.close()
+    whole.close()
+
+
+@pytest.mark.parametrize("kv_dtype", KV)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_carried_conversation_goes_on(world: int, kv_dtype: str) -> None:
+    """In the middle of its fill, then in the middle of its reply, to one rank after another, a page at a time, beside another
+    lane's decode; what it left behind is poisoned. The rows that cross the link are the rows that it has."""
+    ranks = made(world, kv_dtype=kv_dtype)
+    ranks.begin(1, pages_of(ranks, 0, 40, 4), owner=0)
+    ranks.prompt(1, PROMPT[:70])
+    ranks.begin(0, pages_of(ranks, 0, 0), owner=0)
+    logits = [ranks.agree(frames.Prompt(0, 0, PROMPT[:192], False, 2, PROMPT[192], mode=frames.FETCH))]
+    rows = [ranks.logits(logits[0], 0)]
+    owner, at, first, moved = 0, 192, 8, 0
+    row_bytes = ranks.geometry.latent_bytes(kv_dtype)
+
+    def carry(target: int) -> None:
+        nonlocal owner, first, moved
+        new = pages_of(ranks, target, first)
+        for slot, page in enumerate(new):
+            results = ranks.agree(frames.Carry(0, target, slot, [page], slot == len(new) - 1), frames.Decode([1], 1, []))
+            moved += sum(result.sent.carries for result in results)
+            assert (
+                bool(results[owner].results[0].rows_digest)
+                == bool(results[target].results[0].rows_digest)
+                == (slot * PAGE < at)
+            )
+        poison_pages(ranks, owner, first - 8)
+        owner, first = target, first + 8
+
+    carry(1)
+    assert moved == at * row_bytes
+    rest = ranks.agree(frames.Prompt(0, 192, PROMPT[192:], True, 2, mode=frames.FETCH))
+    rows.append(ranks.logits(rest, 0))
+    at = len(PROMPT)
+    for target in [*range(2, world), 0]:
+        rows += decoded(ranks, 0, 3)
+        at += 3
+        moved = 0
+        carry(target)
+        assert moved == at * row_bytes
+    rows += decoded(ranks, 0, STEPS - 3 * (world - 1))
+    np.testing.assert_array_equal(np.concatenate(rows), reference(world, kv_dtype))
+    ranks.close()
+
+
+def poison_pages(ranks: Ranks, owner: int, first: int) -> None:
+    ranks.arenas[owner].latent[first : first + 8] = np.nan
+    for arena in ranks.arenas:
+        arena.index[[page * ranks.world + owner for page in range(first, first + 8)]] = np.nan
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("f32", "f32"), ("f32", "bf16"), ("bf16", "bf16")])
+@pytest.mark.parametrize("world", WORLDS)
+def test_bytes_on_the_link_are_those_of_the_formulas(world: int, dtype: str, kv_dtype: str) -> None:
+    """Queries and outputs: rows * heads * r values of the compute dtype each way; fetched: the union's rows."""
+    element = {"f32": 4, "bf16": 2}[dtype]
+    ranks = Ranks(MODEL, world, dtype=dtype, kv_dtype=kv_dtype, split=True, lanes=2, pages=24 * world)
+    g = ranks.geometry
+    heads = shares(g.heads, world)
+    ranks.begin(0, pages_of(ranks, 1, 0), owner=1)
+    ranks.begin(1, pages_of(ranks, 0, 8), owner=0)
+    unions: list[int] = []
+    cut = FetchedRows._cut
+
+    def watched(self: FetchedRows, selection: Any, rows: slice) -> Any:
+        for part in cut(self, selection, rows):
+            unions.append(len(part.union))
+            yield part
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FetchedRows, "_cut", watched)
+        ranks.prompt(1, PROMPT[:70])
+        ranks.agree(frames.Prompt(0, 0, PROMPT[:320], False, mode=frames.FETCH))
+        unions.clear()
+        results = ranks.agree(frames.Prompt(0, 320, PROMPT[320:], True, mode=frames.FETCH))
+    layers = len(g.mla_layers)
+    assert layers == len(g.indexed_layers)  # a union serves one layer
+    union = sum(unions) // world  # every rank computes the same ones
+    assert 0 < union < 320 * layers
+    rows = [result.sent.rows for result in results]
+    assert rows == [union * (world - 1) * g.latent_bytes(kv_dtype) // layers if rank == 1 else 0 for rank in range(world)]
+
+    width = 3
+    results = ranks.agree(frames.Decode([0, 1], width, IDS[:6]))
+    for rank, result in enumerate(results):
+        row = g.latent * element * layers
+        owned = {0: width, 1: width}
+        away = sum(count for owner, count in owned.items() if owner != rank)
+        assert result.sent.queries == away * heads[rank] * row
+        assert result.sent.outputs == owned.get(rank, 0) * sum(h for peer, h in enumerate(heads) if peer != rank) * row
+        assert result.sent.rows == result.sent.carries == 0
+    ranks.close()
+
+
+def test_exchanges_of_a_decode_round_do_not_depend_on_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two a latent layer more than in a replicated group."""
+    from services.rank_worker.link import Channel
+
+    count = [0]
+    exchange = Channel.exchange
+
+    def counted(self: Channel, *args: Any) -> Any:
+        count[0] += self.link.rank == 0
+        return exchange(self, *args)
+
+    monkeypatch.setattr(Channel, "exchange", counted)
+    seen = []
+    for split in (False, True):
+        ranks = made(2, split=split)
+        for lane in range(3):
+            ids = pages_of(ranks, lane % 2, 8 * lane) if split else list(range(8 * lane, 8 * lane + 8))
+            ranks.begin(lane, ids, owner=lane % 2 if split else 0)
+            ranks.prompt(lane, PROMPT[: 70 + lane])
+        for lanes in ([0], [0, 1, 2]):
+            count[0] = 0
+            ranks.agree(frames.Decode(lanes, 1, []))
+            seen.append(count[0])
+        layers = len(ranks.geometry.mla_layers)
+        ranks.close()
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3] == seen[0] + 2 * layers
+
+
+# ---- what must be refused --------------------------------------------------------------------------------------------
+
+
+def refused(ranks: Ranks, words: str, *operations: frames.Operation) -> None:
+    with pytest.raises(EpochError, match=words):
+        ranks.run(*operations)
+    ranks.close()
+
+
+def filled(owner: int = 1, borrowed: int = 0, world: int = 2) -> Ranks:
+    ranks = made(world)
+    ranks.begin(0, pages_of(ranks, owner, 0), owner=owner)
+    if borrowed:
+        lend(ranks, 0, owner, 20, borrowed)
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("operations", "words"),
+    [
+        ([frames.Prompt(0, 0, PROMPT[:64], False)], "mode 1 in a split group"),
+        ([frames.Prompt(0, 0, PROMPT[:192], False, mode=frames.BORROWED)], "up to row 192, with borrowed pages up to row 128"),
+        ([frames.Prompt(0, 0, PROMPT[:64], False, mode=frames.FETCH)], "while it borrows"),
+        ([frames.Prompt(0, 0, PROMPT[:9], True, mode=frames.BORROWED), frames.Decode([0], 1, [])], "decodes while it borrows"),
+        ([frames.Release(0), frames.Release(0)], "borrows nothing"),
+        ([frames.Borrow(0, 3, [60])], "not the next to borrow for"),
+        ([frames.Borrow(0, 2, [61])], "page 61 belongs to rank 1, not to rank 0"),
+        ([frames.Table(0, 8, [18])], "page 18 belongs to rank 0, not to rank 1"),
+        ([frames.Carry(0, 0, 0, [60], False)], "while it borrows"),
+        ([frames.Release(0), frames.Carry(0, 1, 0, [61], False)], "keeps its rows already"),
+        ([frames.Release(0), frames.Carry(0, 0, 1, [60], False)], "a slice from slot 1 to rank 0, after 0 slots"),
+        ([frames.Release(0), frames.Carry(0, 0, 0, [61], False)], "page 61 belongs to rank 1, not to rank 0"),
+        (
+            [
+                frames.Prompt(0, 0, PROMPT[:128], False, mode=frames.BORROWED),
+                frames.Release(0),
+                frames.Carry(0, 0, 0, [60], True),
+            ],
+            "its carry ends at row 64 of 128",
+        ),
+        ([frames.Release(0), frames.Carry(0, 0, 0, [60], False), frames.Decode([0], 1, [])], "is being carried to rank 0"),
+        ([frames.Bind(1, 7, 0.0, 0, 0, owner=2)], "its owner is rank 2, and owners are ranks 0 to 1"),
+    ],
+)
+def test_a_round_that_does_not_fit_ends_the_epoch(operations: list[frames.Operation], words: str) -> None:
+    refused(filled(borrowed=2), words, *operations)
+
+
+def test_a_replicated_group_has_no_owners() -> None:
+    ranks = made(2, split=False)
+    ranks.begin(0, range(8))
+    refused(ranks, "mode 3 in a group that is not split", frames.Prompt(0, 0, PROMPT[:64], False, mode=frames.FETCH))
+    ranks = made(2, split=False)
+    ranks.begin(0, range(8))
+    refused(ranks, "nothing is carried", frames.Carry(0, 1, 0, [9], True))
+
+
+# ---- planted faults: each is shown at run time, by name ---------------------------------------------------------------
+
+
+def different(results: list[frames.RoundResult], operation: int) -> bool:
+    """Whether the router would see that ranks hold other rows than one another."""
+    return len({result.results[operation].rows_digest for result in results} - {0}) > 1
+
+
+def test_fault_a_wrong_owner_for_one_page() -> None:
+    """One rank takes a page of the lane for another's: its owner has no page to write to, and says so."""
+    ranks = filled()
+    ranks.arenas[1].latent_tables[0, 2] = ranks.arenas[1].latent_discard
+    refused(ranks, "row 128 has no page on its owner, rank 1", frames.Prompt(0, 0, PROMPT[:192], False, mode=frames.FETCH))
+
+
+def test_fault_a_stale_row_in_a_borrowed_copy() -> None:
+    """The digests of what is computed stay equal, since sums are shared: the hashes of rows tell."""
+    ranks = filled(borrowed=6)
+    ranks.agree(frames.Prompt(0, 0, PROMPT[:256], False, mode=frames.BORROWED))
+    arena = ranks.arenas[0]
+    arena.latent[arena.latent_tables[0, 3], 0, 17] += 1
+    results = ranks.run(frames.Prompt(0, 256, PROMPT[256:], True, mode=frames.BORROWED))
+    assert different(results, 0)
+    assert len({result.results[0].digest for result in results}) == 1
+    ranks.close()
+
+
+def test_fault_a_renumbering_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    renumber = FetchedRows._renumber
+
+    def off(self: FetchedRows, lists: Any, union: Any) -> Any:
+        right = renumber(self, lists, union)
+        return np.where(right > self._staging.first, right - 1, right) if self._link.rank == 0 else right
+
+    ranks = filled()
+    ranks.agree(frames.Prompt(0, 0, PROMPT[:256], False, mode=frames.FETCH))
+    monkeypatch.setattr(FetchedRows, "_renumber", off)
+    assert different(ranks.run(frames.Prompt(0, 256, PROMPT[256:], True, mode=frames.FETCH)), 0)
+    ranks.close()
+
+
+def missing_last_page(kernels: Any, patch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A receiver that drops the last page of what it is sent."""
+    imported = kernels.import_rows
+
+    def dropped(rows: Any, view: Any, pages: Any, offsets: Any) -> None:
+        some = pages != pages[-1]
+        imported(rows[some], view, pages[some], offsets[some])
+
+    return dropped
+
+
+def test_fault_a_carry_that_misses_its_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = filled()
+    ranks.prompt(0, PROMPT)
+    monkeypatch.setattr(ranks.kernels[0], "import_rows", missing_last_page(ranks.kernels[0], monkeypatch))
+    results = ranks.run(frames.Carry(0, 0, 0, pages_of(ranks, 0, 20), True))
+    assert different(results, 0)
+    ranks.close()
+
+
+def test_fault_queries_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison of this file sees it: an owner that attends for the wrong row gives other logits."""
+    gather = OwnerRows._gather_queries
+
+    def shifted(self: OwnerRows, q: Any, routes: Any) -> None:
+        gather(self, q, routes)
+        if self._link.rank == 1:
+            self._q[: len(routes.mine)] = np.roll(self._q[: len(routes.mine)], 1, axis=0)
+
+    split, whole = made(2), made(2, split=False)
+    for lane in range(2):
+        split.begin(lane, pages_of(split, 1, 8 * lane), owner=1)
+        whole.begin(lane, range(8 * lane, 8 * lane + 8))
+        for ranks in (split, whole):
+            ranks.prompt(lane, PROMPT[lane : 100 + lane])
+    np.testing.assert_array_equal(split.decode([0, 1])[0], whole.decode([0, 1])[0])
+    monkeypatch.setattr(OwnerRows, "_gather_queries", shifted)
+    assert not np.array_equal(split.decode([0, 1])[0], whole.decode([0, 1])[0])
+    split.close()
+    whole.close()
+
+
+def test_the_hash_of_a_carry_covers_every_layer_and_row() -> None:
+    """Both owners' hashes change with any row of any layer."""
+    seen = set()
+    for layer, row in ((None, 0), (0, 0), (0, 329), (1, 200)):
+        ranks = filled()
+        if layer is not None and layer >= len(ranks.geometry.mla_layers):
+            ranks.close()
+            continue
+        ranks.prompt(0, PROMPT)
+        arena = ranks.arenas[1]
+        if layer is not None:
+            arena.latent[arena.latent_tables[0, row // PAGE], layer, row % PAGE, 0] += 1
+        results = ranks.agree(frames.Carry(0, 0, 0, pages_of(ranks, 0, 20), True))
+        seen.add(results[0].results[0].rows_digest)
+        ranks.close()
+    assert len(seen) >= 3
+    assert Carrier.slice  # the hash is made there
