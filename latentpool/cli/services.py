@@ -91,7 +91,8 @@ def router(settings: Settings) -> None:
                 max_waiting=settings.max_waiting,
                 dead_after=settings.dead_after,
             )
-        )
+        ),
+        settings.metrics_address("router"),
     )
 
 
@@ -124,7 +125,8 @@ def pool_manager(settings: Settings) -> None:
                 dead_after=settings.dead_after,
                 join_timeout=settings.join_timeout,
             )
-        )
+        ),
+        settings.metrics_address("pool-manager"),
     )
 
 
@@ -163,7 +165,8 @@ def rank_worker(settings: Settings) -> None:
                 dead_after=settings.dead_after,
             ),
             on_progress=_loading_bar() if sys.stderr.isatty() else None,
-        )
+        ),
+        settings.metrics_address("rank-worker"),
     )
 
 
@@ -189,7 +192,7 @@ def served_kv_cache(settings: Settings) -> Literal["f32", "bf16"] | None:
     return settings.kv_cache
 
 
-def _run(service: Service) -> None:
-    error = run(service)
+def _run(service: Service, metrics_address: str | None) -> None:
+    error = run(service, metrics_address)
     if error is not None:
         raise error

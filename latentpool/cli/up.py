@@ -171,6 +171,7 @@ def _ready(settings: Settings, plan: plan_pb2.Plan) -> Panel:
         f"router {settings.address}, pool manager {settings.manager}, {settings.ranks} ranks",
         f"{kind}: {rows} tokens in all, {format_tokens(plan.context)} a conversation, {plan.lanes} at a time",
         *note,
+        *_metrics(settings),
         "",
         f'latentpool generate "Once upon a time"{router}',
         f"latentpool pages{manager}",
@@ -178,6 +179,16 @@ def _ready(settings: Settings, plan: plan_pb2.Plan) -> Panel:
         "Ctrl-C stops the group.",
     ]
     return Panel(Text("\n".join(lines)), title="ready", title_align="left", expand=False)
+
+
+def _metrics(settings: Settings) -> list[str]:
+    router, manager = settings.metrics_address("router"), settings.metrics_address("pool-manager")
+    if router is None or manager is None:
+        return []
+    ranks = [replace(settings, rank=rank).metrics_address("rank-worker") or "" for rank in range(settings.ranks)]
+    ports = ", ".join(address.rpartition(":")[2] for address in ranks)
+    port = manager.rpartition(":")[2]
+    return [f"metrics: http://{router}/metrics of the router; port {port} of the pool manager; {ports} of the ranks"]
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from grpc_reflection.v1alpha import reflection
 from latentpool import handshake, net
 from latentpool.errors import ConfigError, HandshakeError, LatentPoolError
 from latentpool.geometry import MAX_WORLD, Geometry
+from latentpool.metrics import Sample
 from latentpool.v1 import pool_admin_pb2_grpc, pool_manager_pb2_grpc
 from latentpool.v1 import pool_manager_pb2 as pb
 from services.pool_manager.admin import Admin
 from services.pool_manager.group import Group, Member
 from services.pool_manager.leases import Leases
+from services.pool_manager.metrics import samples
 from services.pool_manager.plan import Choice, Order, Plan, choose, decide, lane_fixed, to_proto
 from services.pool_manager.session import Session
 from services.pool_manager.state import State
@@ -130,6 +132,9 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
 
     async def ended(self) -> LatentPoolError | None:
         return await asyncio.shield(self._end)
+
+    def metrics(self) -> Iterable[Sample]:
+        return samples(self._group, self.leases)
 
     async def stop(self) -> None:
         server, self._server = self._server, None

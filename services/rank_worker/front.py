@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -20,11 +20,13 @@ from grpc_reflection.v1alpha import reflection
 
 from latentpool import __version__, net
 from latentpool.errors import ConfigError, EpochError, LatentPoolError, LinkError, SetupError
+from latentpool.metrics import Sample
 from latentpool.v1 import pool_manager_pb2 as pb
 from latentpool.v1 import rank_worker_pb2, rank_worker_pb2_grpc
 from services.rank_worker import convert, frames
 from services.rank_worker.engine_link import ENGINE_MODULE, EngineLink
 from services.rank_worker.membership import Membership
+from services.rank_worker.metrics import Work, samples
 from services.rank_worker.round_stream import RoundStream
 
 if TYPE_CHECKING:  # a front computes nothing and does not load NumPy
@@ -120,6 +122,7 @@ class RankWorker:
         self._lay_out: asyncio.Future[pb.LayOut] | None = None
         self._laid_out = False
         self._progress = 0
+        self._work = Work()
         self._waiting_for = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._bringing_up: asyncio.Task[None] | None = None
@@ -160,6 +163,9 @@ class RankWorker:
         """Waits until this worker ends by itself: None if the manager asked for it in order, else why."""
         await self._ended.wait()
         return self._outcome
+
+    def metrics(self) -> Iterable[Sample]:
+        return samples(self._rank, self._work, self._membership.heartbeat)
 
     async def stop(self) -> None:
         """Lets the engine finish what it has taken, then releases everything. Idempotent; safe at any stage."""
@@ -234,6 +240,7 @@ class RankWorker:
                 case frames.RoundResult():
                     self._rounds.deliver(frame)
                     self._count(frame.sent)
+                    self._work.add(frame)
                     self._advance(len(frame.results))
                 case frames.Progress():
                     self._advance(1)
