@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from harness import oracle
 
 import services.pool_manager.service as pool_manager
 from latentpool.cli.group import LocalGroup
 from latentpool.client import AdminClient
+from latentpool.geometry import Geometry
 from latentpool.sampling import Sampling
 from latentpool.v1 import router_pb2
 from services.rank_worker.sample import Draws, Sampler
 from services.router.workers import Workers
+
+MODEL, _ = oracle("long_kpool16")
+GEOMETRY = Geometry.from_file(MODEL)
+CONTEXT = 1728
+PAGE_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,39 @@ class Script:
     def seed(self) -> int:
         assert self.sampling.seed is not None
         return self.sampling.seed
+
+
+def scripts(count: int, seed: int = 7, spread: float = 2.0, quick: bool = False) -> list[Script]:
+    """Prompts of 1 to 1,500 tokens, most of them short; every way to sample; some cancel, some read slowly."""
+    chance = random.Random(seed)
+    made = []
+    for i in range(count):
+        length = chance.choice([1, 2, 3, 63, 64, 65, chance.randint(4, 200), chance.randint(100, 400)])
+        if i % 4 == 0:  # short prompts with long replies, which outgrow their quota together
+            length = chance.randint(1, 65)
+        if i % 8 == 5:
+            length = chance.choice([1500, 1100, chance.randint(600, 1400)]) if not quick else chance.randint(300, 700)
+        made.append(
+            Script(
+                prompt=tuple(chance.randrange(240) for _ in range(length)),
+                sampling=Sampling(
+                    temperature=chance.choice([0.0, 0.7, 1.2]),
+                    top_k=chance.choice([0, 0, 5, 40]),
+                    top_p=chance.choice([1.0, 1.0, 0.9]),
+                    min_p=chance.choice([0.0, 0.0, 0.05]),
+                    seed=1000 * seed + i,
+                    max_tokens=chance.randint(1, 60) if i % 4 else chance.randint(120, 220),
+                    ignore_eos=i % 4 == 0 or chance.random() < 0.5,
+                    stop_token_ids=tuple(chance.sample(range(240), 6)) if i % 4 else (),
+                    log_probs=chance.choice([None, 0, 5]),
+                ),
+                arrives=chance.random() * spread,
+                leaves=chance.randint(1, 5) if i % 7 == 3 else None,
+                pause=0.02 if i % 9 == 4 else 0.0,
+                background=i % 5 == 2,
+            )
+        )
+    return made
 
 
 @dataclass
@@ -71,12 +112,12 @@ class Record:
 
 def cap_pages(monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
     """Plans give exactly so many pages, whatever room there is."""
-    plan = pool_manager.plan
+    choose = pool_manager.choose
 
-    def capped(**arguments: Any) -> Any:
-        return dataclasses.replace(plan(**arguments), pages=pages, stream_pages=pages)
+    def capped(*arguments: Any, **named: Any) -> Any:
+        return dataclasses.replace(choose(*arguments, **named), pages=pages, stream_pages=pages)
 
-    monkeypatch.setattr(pool_manager, "plan", capped)
+    monkeypatch.setattr(pool_manager, "choose", capped)
 
 
 async def play(group: LocalGroup, script: Script) -> Reply:

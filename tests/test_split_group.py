@@ -1,0 +1,216 @@
+"""E1 of the exactness contract on whole groups: a split pool = a replicated one = windows, whatever is borrowed, fetched,
+recalled, carried or parked.
+
+`long_kpool16` is the model: rows past position 79 drop tokens in selection, so most rows of the long prompts are sparse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recording_engine
+from many import (
+    CONTEXT,
+    GEOMETRY,
+    MODEL,
+    PAGE_ROWS,
+    Record,
+    Reply,
+    Script,
+    cap_pages,
+    play,
+    play_all,
+    same,
+    scripts,
+    settled,
+    workers_of,
+)
+
+from latentpool.cli.group import LocalGroup
+from latentpool.client import AdminClient
+from latentpool.errors import LatentPoolError
+from services.rank_worker.split.fetch import least_staging_rows
+from services.router.counters import Counters
+
+pytestmark = pytest.mark.timeout(600)
+
+Rows = dict[tuple[int, int, int], bytes]
+Disturb = Callable[[LocalGroup], Awaitable[None]]
+WINDOW = -(-CONTEXT // PAGE_ROWS) + 1
+DENSE = GEOMETRY.list_length
+"""Rows from here on are sparse."""
+
+
+# ---- disturbances ----------------------------------------------------------------------------------------------------
+
+
+async def recall_all(group: LocalGroup) -> None:
+    """Whoever borrows is told to return it, again and again."""
+    while True:
+        await asyncio.sleep(0.02)
+        session = group.manager._router.session  # type: ignore[union-attr]
+        assert session is not None
+        for conversation, lease in session.leases.running.items():
+            if lease.borrowed and not lease.recalled:
+                session.leases.recall(conversation)
+        session._order()
+
+
+async def carry_any(group: LocalGroup) -> None:
+    """One conversation after another is moved by hand, to any rank."""
+    chance = random.Random(3)
+    async with AdminClient(group.manager.address) as admin:
+        while True:
+            await asyncio.sleep(0.03)
+            for info in await admin.list_conversations():
+                if chance.random() < 0.5:
+                    with contextlib.suppress(LatentPoolError):  # it has ended, is there, or the rank is full
+                        await admin.carry(info.conversation, chance.randrange(len(group.workers)))
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a group runs the script. owned: latent pages of each rank in split modes. took: whether it did what it is for."""
+
+    settings: dict[str, Any]
+    took: Callable[[Counters, list[Reply]], bool]
+    owned: int = 0
+    disturb: Disturb | None = None
+    patches: dict[str, Any] = field(default_factory=dict)
+
+
+def sparse(replies: list[Reply], what: str) -> bool:
+    """Whether a prompt with sparse rows was computed so."""
+    return any(
+        reply.completion and reply.completion.usage.prompt_tokens > DENSE + 64 and getattr(reply.completion.usage, what) > DENSE
+        for reply in replies
+    )
+
+
+ROOMY: dict[str, Any] = {"split": "on", "parallel": 8, "chunk_rows": 128}
+MODES: dict[str, Mode] = {
+    "replicated": Mode({"split": "off", "kv_pages": "on", "parallel": 8, "chunk_rows": 128}, lambda c, _: c.rounds > 0),
+    "windows": Mode({"split": "off", "kv_pages": "off", "parallel": 8, "chunk_rows": 128}, lambda c, _: c.rounds > 0),
+    "borrowing": Mode(ROOMY, lambda c, r: c.fetched_chunks == 0 and sparse(r, "borrowed_tokens"), owned=300),
+    "fetching": Mode(ROOMY | {"borrow": False}, lambda c, r: c.borrowed_chunks == 0 and sparse(r, "fetched_tokens"), owned=300),
+    "tiny staging": Mode(
+        ROOMY | {"borrow": False, "staging_rows": least_staging_rows(GEOMETRY), "chunk_rows": 1024},
+        lambda c, r: sparse(r, "fetched_tokens"),
+        owned=300,
+        patches={"services.rank_worker.split.fetch.PIECE_ROWS": 50},
+    ),
+    "recalls": Mode(
+        ROOMY | {"chunk_rows": 64},
+        lambda c, r: c.recalls > 3 and c.borrowed_chunks > 0 and sparse(r, "fetched_tokens"),
+        owned=300,
+        disturb=recall_all,
+    ),
+    "carries": Mode(
+        ROOMY,
+        lambda c, r: c.carries > 5 and any(reply.completion and reply.completion.usage.carried > 1 for reply in r),
+        owned=300,
+        disturb=carry_any,
+    ),
+    "running dry": Mode(
+        ROOMY | {"parallel": 14, "headroom": 1},
+        lambda c, _: c.parked > 0 and c.carries > 0 and c.replayed_tokens > 0,
+        owned=WINDOW,
+        patches={"services.router.loop.AHEAD_ROWS": 16},
+    ),
+}
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def recorded(
+    world: int, directory: Path, mode: Mode, kv_cache: str, transport: str
+) -> AsyncIterator[tuple[LocalGroup, Callable[[], Rows]]]:
+    """A group in this mode, and afterwards the rows that its tokens were drawn from."""
+    with pytest.MonkeyPatch.context() as patch:
+        if mode.owned:
+            cap_pages(patch, mode.owned * world)
+        for name, value in mode.patches.items():
+            patch.setattr(name, value)
+        settings: dict[str, Any] = {"dtype": "f32", "kv_cache": kv_cache, "context": CONTEXT, "page_rows": PAGE_ROWS}
+        settings |= {"audit": True, "transport": transport} | mode.settings
+        if transport == "ucx":
+            patch.setenv(recording_engine.RECORD_DIRECTORY, str(directory))
+            patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+            settings["engines"] = dict.fromkeys(range(world), "recording_engine")
+            rows = lambda: recording_engine.read(directory)  # noqa: E731
+        else:
+            record = Record(patch)
+            rows = lambda: record.rows  # noqa: E731
+        async with LocalGroup(MODEL, world, **settings) as group:
+            yield group, rows
+
+
+@cache
+def conversations(count: int) -> list[Script]:
+    return scripts(count, seed=5, spread=1.0, quick=count < 40)
+
+
+_references: dict[tuple[int, str, int], tuple[dict[int, Reply], Rows]] = {}
+
+
+async def reference(world: int, kv_cache: str, count: int, directory: Path) -> tuple[dict[int, Reply], Rows]:
+    """Each conversation alone, in a window that every rank keeps."""
+    key = (world, kv_cache, count)
+    if key not in _references:
+        alone = Mode({"split": "off", "kv_pages": "off"}, lambda *_: True)
+        async with recorded(world, directory, alone, kv_cache, "inproc") as (group, rows):
+            replies = {s.seed: await play(group, Script(s.prompt, s.sampling)) for s in conversations(count)}
+            _references[key] = replies, rows()
+    return _references[key]
+
+
+async def compared(world: int, name: str, kv_cache: str, count: int, directory: Path, transport: str = "inproc") -> None:
+    mode, some = MODES[name], conversations(count)
+    expected, expected_rows = await reference(world, kv_cache, count, directory)
+    async with recorded(world, directory, mode, kv_cache, transport) as (group, rows):
+        disturb = mode.disturb
+        replies = await play_all(group, some, (lambda: disturb(group)) if disturb else None)
+        await settled(group)
+        counters = workers_of(group).counters
+    for script in some:
+        same(replies[script.seed], expected[script.seed], script)
+    got = rows()
+    assert [key for key, bits in got.items() if key in expected_rows and expected_rows[key] != bits] == []
+    assert len(got.keys() & expected_rows.keys()) > world * len(some)
+    assert mode.took(counters, list(replies.values())), counters
+
+
+FULL = pytest.mark.full
+KV = ["f32", "bf16"]
+
+
+@pytest.mark.parametrize("name", ["borrowing", "tiny staging", "carries"])
+async def test_a_sample_of_modes(name: str, tmp_path: Path) -> None:
+    await compared(2, name, "bf16" if name == "carries" else "f32", 12, tmp_path)
+
+
+@FULL
+@pytest.mark.parametrize("kv_cache", KV)
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("name", MODES)
+async def test_forty_conversations_in_every_mode(world: int, name: str, kv_cache: str, tmp_path: Path) -> None:
+    await compared(world, name, kv_cache, 40, tmp_path)
+
+
+@FULL
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", ["replicated", "windows", "borrowing", "fetching", "recalls", "carries", "running dry"])
+async def test_forty_conversations_over_ucx(world: int, name: str, tmp_path: Path) -> None:
+    mode = MODES[name]
+    assert not any("rank_worker" in patch for patch in mode.patches)  # engines are other processes
+    await compared(world, name, "f32", 40, tmp_path, "ucx")
