@@ -23,6 +23,7 @@ class Draft:
     conversations: list[Sequence[Conversation]] = field(default_factory=list)
     released: list[Conversation] = field(default_factory=list)
     """Their borrowed pages are given back in this round."""
+    carried_rows: int = 0
 
     def add(self, operation: pb.Operation, conversations: Sequence[Conversation] = ()) -> None:
         self.operations.append(operation)
@@ -52,8 +53,9 @@ class Composer:
         for c in (*filling, *decoding):
             self._seat(draft, c)
         windows = [c for c in decoding if self.can_decode(c)]
-        carried = self._carries(draft, [*filling, *decoding], bool(windows))
-        self._prompts(draft, [c for c in filling if c.carry is None], self.pace.rows(bool(windows), carried))
+        self._carries(draft, [*filling, *decoding], self.pace.carried_rows(bool(windows)))
+        rows = self.pace.rows(bool(windows), draft.carried_rows)
+        self._prompts(draft, [c for c in filling if c.carry is None], rows)
         self._replies(draft, [c for c in windows if c.sent >= c.given_rows])
         self._given(draft, [c for c in windows if c.sent < c.given_rows])
         return draft
@@ -64,12 +66,11 @@ class Composer:
         may = c.sent < c.rows_at_end and c.carry is None and not c.mailbox.full
         return may and c.has_pages(c.sent + c.window, self._page_rows)
 
-    def learn(self, round_: pb.Round, seconds: float) -> None:
+    def learn(self, draft: Draft, seconds: float) -> None:
         """The slowest rank took so long for a round."""
-        operations = round_.operations
-        blocks = sum(-(-len(operation.prompt.tokens) // BLOCK) for operation in operations)
-        carried = sum(len(operation.carry.pages) for operation in operations) * self._page_rows
-        self.pace.learn(blocks, any(operation.HasField("decode") for operation in operations), seconds, carried)
+        blocks = sum(-(-len(operation.prompt.tokens) // BLOCK) for operation in draft.operations)
+        decodes = any(operation.HasField("decode") for operation in draft.operations)
+        self.pace.learn(blocks, decodes, seconds, draft.carried_rows)
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
@@ -94,19 +95,20 @@ class Composer:
         draft.released.append(c)
         c.borrowed, c.recalled = [], False
 
-    def _carries(self, draft: Draft, conversations: Sequence[Conversation], others_decode: bool) -> int:
-        """Slices of carries under way, whole pages, as many as the round may hold but at least one. Returns their rows."""
-        left = most = max(self.pace.carried_rows(others_decode) // self._page_rows, 1)
+    def _carries(self, draft: Draft, conversations: Sequence[Conversation], rows: int) -> None:
+        """Slices of carries under way, whole pages of so many rows at most, but at least one page a round."""
+        left = max(rows // self._page_rows, 1)
         for c in conversations:
             if not left or c.carry is None or c.carry.all_sent:
                 continue
             carry, start = c.carry, c.carry.sent
-            pages = carry.pages[start : start + left]
+            filled = max(-(-c.sent // self._page_rows) - start, 0)
+            pages = carry.pages[start : start + left] if left < filled else carry.pages[start:]  # empty ones cost nothing
             carry.sent += len(pages)
-            left -= len(pages)
+            left -= min(left, filled)
             slice_ = pb.Carry(lane=c.lane, owner=carry.owner, first_slot=start, pages=pages, last=carry.all_sent)
             draft.add(pb.Operation(carry=slice_), (c,))
-        return (most - left) * self._page_rows
+            draft.carried_rows += max(min(c.sent, carry.sent * self._page_rows) - start * self._page_rows, 0)
 
     def _prompts(self, draft: Draft, filling: Sequence[Conversation], left: int) -> None:
         """Chunks of prompts in the order in which they are served, `left` rows at most."""

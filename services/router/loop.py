@@ -140,7 +140,7 @@ class RoundLoop:
                     self._carried(conversations[0], operation.carry, round_.seq)
                 else:
                     self._outcomes.give(operation, conversations, [result.results[index] for result in results])
-            self._composer.learn(round_, max(r.compute_seconds + r.exchange_seconds for r in results))
+            self._composer.learn(draft, max(r.compute_seconds + r.exchange_seconds for r in results))
 
     def admit(self) -> None:
         """Asks the manager for pages for as many as there are lanes, in the order in which they are served."""

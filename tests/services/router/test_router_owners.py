@@ -12,7 +12,7 @@ from latentpool.sampling import Sampling
 from latentpool.v1 import rank_worker_pb2 as pb
 from services.router import digests
 from services.router.compose import Composer
-from services.router.conversations import Book, Carry, Conversation, Times
+from services.router.conversations import Book, Carry, Conversation, Phase, Times
 from services.router.delivery import Mailbox, Tokens
 from services.router.pace import MOST_CARRIED_ROWS, Pace
 
@@ -115,21 +115,23 @@ def test_a_carry_takes_all_pages_at_once_where_nobody_decodes_and_stops_what_it_
 
 def test_one_that_decodes_stands_still_while_it_is_carried() -> None:
     book, composer = Book(2), Composer(64, 256, 128, owners=2)
-    moves, stays = seated(book, 1, 64, 0), seated(book, 2, 64, 1)
-    composer.compose(book, [])
+    moves, stays = seated(book, 1, 300, 0), seated(book, 2, 64, 1)
+    while stays.sent < 64:
+        composer.compose(book, [])
     composer.pace.learn(0, True, 0.05)
     composer.pace.learn(0, False, 0.099, carried=128)  # 0.78 ms a row: 128 rows in the 100 ms that decoding leaves
-    moves.carry = Carry(1, list(range(5000, 5005)))
+    moves.carry = Carry(1, list(range(5000, 5007)))
     drafts = [composer.compose(book, []) for _ in range(4)]
     assert [said(draft) for draft in drafts] == [
         [("carry", 0, 2, False), ("decode",)],
         [("carry", 2, 2, False), ("decode",)],
-        [("carry", 4, 1, True), ("decode",)],
+        [("carry", 4, 3, True), ("decode",)],  # one page has rows
         [("decode",)],
     ]
+    assert [draft.carried_rows for draft in drafts] == [128, 128, 44, 0]
     assert all(list(draft.operations[-1].decode.lanes) == [1] for draft in drafts)
     pages = [page for draft in drafts for operation in draft.operations for page in operation.carry.pages]
-    assert pages == list(range(5000, 5005))
+    assert pages == list(range(5000, 5007))
     assert stays.sent == 68
     moves.arrive()
     assert list(composer.compose(book, []).operations[-1].decode.lanes) == [0, 1]
@@ -137,8 +139,8 @@ def test_one_that_decodes_stands_still_while_it_is_carried() -> None:
 
 def test_a_carry_goes_on_by_a_page_however_slow_it_is_and_several_share_a_round() -> None:
     book, composer = Book(3), Composer(64, 256, 128, owners=2)
-    first, second, _ = (seated(book, i, 64, i) for i in range(3))
-    for _ in range(2):
+    first, second, third = (seated(book, i, tokens, i) for i, tokens in enumerate((128, 64, 64)))
+    while third.sent < 64:
         composer.compose(book, [])
     composer.pace.learn(0, False, 64.0, carried=64)
     first.carry, second.carry = Carry(1, [5000, 5001]), Carry(1, [6000])
@@ -148,12 +150,26 @@ def test_a_carry_goes_on_by_a_page_however_slow_it_is_and_several_share_a_round(
 
 def test_a_carry_in_slices_is_bounded_where_nobody_decodes() -> None:
     book, composer = Book(1), Composer(64, 256, 128, owners=2)
-    c = seated(book, 1, 64, 0)
-    composer.compose(book, [])
     most = MOST_CARRIED_ROWS // 64
+    c = seated(book, 1, MOST_CARRIED_ROWS + 100, 0)
+    while c.phase is Phase.FILLING:
+        composer.compose(book, [])
     c.carry = Carry(1, list(range(5000, 5000 + most + 3)))
     assert said(composer.compose(book, [])) == [("carry", 0, most, False)]
     assert said(composer.compose(book, [])) == [("carry", most, 3, True)]
+
+
+def test_pages_without_rows_cost_nothing() -> None:
+    book, composer = Book(2), Composer(64, 256, 128, owners=2)
+    empty, full = seated(book, 1, 600, 0), seated(book, 2, 64, 1)
+    full.sent = 64
+    composer.pace.chunk_rows = 0  # nobody computes
+    composer.compose(book, [])
+    composer.pace.learn(0, False, 64.0, carried=64)
+    empty.carry, full.carry = Carry(1, list(range(5000, 5010))), Carry(1, [6000, 6001])
+    draft = composer.compose(book, [])
+    assert said(draft) == [("carry", 0, 10, True), ("carry", 0, 2, True)]
+    assert draft.carried_rows == 64
 
 
 def test_carried_rows_and_prompt_rows_share_the_gap() -> None:
