@@ -14,6 +14,8 @@ _CELLS = 64
 _LINES = 8
 """Lines of a residue at most: in a larger pool a cell stands for several pages."""
 _MARGIN = " " * 12
+_WIDTH = 80
+"""Columns of the legend at most."""
 _LOOKS: dict[int, tuple[str, str, str]] = {
     pb.PAGE_KIND_LIVE: ("█", "", "live"),
     pb.PAGE_KIND_BORROWED: ("▚", "", "borrowed"),
@@ -79,12 +81,10 @@ def _style(cell: Cell) -> str:
 
 
 def _legend(cells: list[Cell], scale: int) -> Text:
-    """Each conversation with its pages and those it borrows, then the other kinds."""
-    legend = Text(_MARGIN)
-    if scale > 1:
-        legend.append(f"a cell is {scale} pages, free if all are  ")
+    """Each conversation with its pages and those it borrows, then the other kinds, in lines that a terminal holds."""
     order = list(_LOOKS)
     counts = Counter((kind, conversation if kind in _OF_A_CONVERSATION else 0) for kind, conversation in cells)
+    entries = [Text(f"a cell is {scale} pages, free if all are")] if scale > 1 else []
     for cell in sorted(counts, key=lambda cell: (not cell[1], cell[1], order.index(cell[0]))):
         kind, conversation = cell
         what = _LOOKS[kind][2]
@@ -92,6 +92,11 @@ def _legend(cells: list[Cell], scale: int) -> Text:
             what = f"conversation {conversation}"
         elif kind == pb.PAGE_KIND_BORROWED:
             what = f"borrowed by {conversation}"
-        legend.append(_LOOKS[kind][0], _style(cell))
-        legend.append(f" {what} {counts[cell]:,}  ")
-    return legend
+        entries.append(Text.assemble((_LOOKS[kind][0], _style(cell)), f" {what} {counts[cell]:,}"))
+    lines: list[Text] = []
+    for entry in entries:
+        if lines and len(lines[-1]) + len(entry) + 2 <= _WIDTH:
+            lines[-1].append("  ").append(entry)
+        else:
+            lines.append(Text(_MARGIN).append(entry))
+    return Text("\n").join(lines)

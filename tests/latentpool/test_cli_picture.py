@@ -27,7 +27,7 @@ def test_replicated_pages():
     ).plain
     assert drawn.startswith("4 pages of 64 rows (256 tokens): 3 free, 2 reserved\n")
     assert " every rank 4 pages: 2 live, 1 fenced, 1 free\n            ██·▒\n" in drawn
-    assert drawn.endswith("            █ conversation 7 2  ▒ fenced 1  · free 1  ")
+    assert drawn.endswith("            █ conversation 7 2  ▒ fenced 1  · free 1")
 
 
 def test_owned_pages_have_lines_and_totals_an_owner():
@@ -55,7 +55,7 @@ def test_a_conversation_has_one_colour_on_its_owner_and_where_it_borrows():
     )
     assert "     rank 0 4 pages: 3 live, 1 free\n            ███·\n" in drawn.plain
     assert "     rank 1 4 pages: 2 borrowed, 2 free\n            ▚▚··\n" in drawn.plain
-    assert drawn.plain.endswith("            █ conversation 7 2  ▚ borrowed by 7 2  █ conversation 8 1  · free 3  ")
+    assert drawn.plain.endswith("            █ conversation 7 2  ▚ borrowed by 7 2  █ conversation 8 1  · free 3")
     assert len(colours(drawn, "▚")) == 1
     assert colours(drawn, "▚") < colours(drawn, "█")
     assert len(colours(drawn, "█")) == 2
@@ -70,6 +70,15 @@ def test_one_page_in_use_shows_in_a_large_pool():
         )
     ).plain
     lines = drawn.splitlines()
-    assert len(lines) <= 11
-    assert sum(line.count("█") for line in lines[1:-1]) == 1
+    assert len(lines) <= 12
+    assert sum(line.count("█") for line in lines[1:-2]) == 1
     assert "a cell is 196 pages" in drawn
+
+
+def test_a_long_legend_breaks_between_its_entries():
+    runs = [pb.PageRun(first=page, count=1, stride=1, kind=LIVE, conversation=page + 100) for page in range(20)]
+    legend = picture(pool(*runs, pages=20)).plain.splitlines()[3:]
+    assert len(legend) == 7
+    assert all(len(line) <= 80 for line in legend)
+    entries = [entry for line in legend for entry in line.strip().split("  ")]
+    assert entries == [f"█ conversation {page + 100} 1" for page in range(20)]
