@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,7 +182,7 @@ def test_demo_speaks_and_leaves_nothing(tmp_path, stopping):
     assert process.stdout.read().strip()
     report = said(tmp_path)
     for part in (
-        "4 prompt tokens (0 cached), 8 generated (ended by length)",
+        "4 prompt tokens (0 cached, 4 on borrowed pages), 8 generated (ended by length)",
         "receipt ",
         "pages of 64 rows",
         "stopped: no process and no port is left",
@@ -191,15 +193,18 @@ def test_demo_speaks_and_leaves_nothing(tmp_path, stopping):
 
 @pytest.mark.full
 def test_the_commands_that_use_a_group(tmp_path, stopping):
-    process = start_up(tmp_path)
+    process = start_up(tmp_path, "--metrics-bind", "127.0.0.1:0")
     stopping(process)
     MOMENTS["while it serves"](process, tmp_path)
     words = said(tmp_path).split()
     router, manager = words[words.index("--address") + 1], words[words.index("--manager") + 1]
 
-    def run(*arguments):
+    def ended(*arguments):
         command = [sys.executable, "-m", "latentpool.cli", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    def run(*arguments):
+        done = ended(*arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -215,6 +220,17 @@ def test_the_commands_that_use_a_group(tmp_path, stopping):
     assert json.loads(run("ranks", "--json", "--manager", manager))["group_state"] == "ready"
     assert "all " in run("pages", "--check", "--manager", manager)
     assert json.loads(run("conversations", "--json", "--manager", manager)) == []
+    carry = ended("carry", "99", "--manager", manager)
+    assert carry.returncode == 1
+    assert carry.stderr.startswith("latentpool: no conversation 99: ")
+    assert carry.stderr.count("\n") == 1
+    metrics = [int(port) for port in re.findall(r'"127.0.0.1:(\d+)", "event": "metrics"', said(tmp_path))]
+    assert len(metrics) == 4
+    read = "".join(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode() for port in metrics)
+    decoded = re.search(r"^latentpool_router_decode_rows_total (\S+)$", read, re.MULTILINE)
+    assert float(decoded[1]) >= 8  # two replies of five tokens, the first of which comes with the prompt
+    assert len(re.findall(r'link_sent_bytes_total{kind="sums",rank="[01]"} [1-9]', read)) == 2
+    assert f"metrics: http://127.0.0.1:{min(metrics)}/metrics of the router" in said(tmp_path)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=40) == 0
 

@@ -78,6 +78,25 @@ def test_pages_and_windows(kv_pages):
     passed(verify("long_kpool16", 2, "--json", "--kv-pages", kv_pages))
 
 
+WAYS = [
+    ("--split", "off"),
+    ("--audit",),
+    ("--no-borrow", "--audit"),
+    ("--no-borrow", "--staging-rows", "1024", "--chunk-rows", "128"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks", "way"),
+    [
+        pytest.param("tiny", 2, ("--split", "on", "--no-borrow", "--audit")),
+        *(pytest.param("long_kpool16", ranks, way, marks=full) for ranks in (2, 3, 4) for way in WAYS),
+    ],
+)
+def test_wherever_rows_are_kept(case, ranks, way):
+    passed(verify(case, ranks, "--json", *way))
+
+
 def test_a_difference_fails_and_is_named(tmp_path):
     expected = load_file(ORACLE / "tiny" / "expected.safetensors")
     expected["decode.logits"][3, 0] += 0.01 * np.abs(expected["f64.logits"]).max()
@@ -96,10 +115,10 @@ def test_more_ranks_than_heads_is_refused():
     assert result.stderr == "latentpool: 5 ranks is more than num_attention_heads = 4: serve with --ranks 4 or fewer\n"
 
 
-def test_what_is_not_served_yet_is_refused_by_name():
-    result = verify("tiny", 2, "--split", "on")
+def test_what_is_not_served_is_refused_by_name():
+    result = verify("tiny", 1, "--split", "on")
     assert result.exit_code == 2
-    assert "--split on is not built yet" in result.stderr
+    assert "--split on --ranks 1: one rank keeps every row anyway" in result.stderr
     result = verify("tiny", 2, "--kv-cache", "fp8")
     assert result.exit_code == 2
     assert "--kv-cache fp8 is not served yet" in result.stderr
