@@ -59,7 +59,7 @@ def pages(
 
 @takes("manager")
 def conversations(settings: Settings, json: Json = False) -> None:
-    """Running and waiting conversations, with their lanes and pages.
+    """Running and waiting conversations: what each does, its lane, owner and pages, and the pages that it borrows.
 
     \b
     latentpool conversations

@@ -146,3 +146,39 @@ def test_settings_of_the_split_reach_the_services(monkeypatch):
     assert (worker.audit, worker.staging_rows) == (False, 32768)
     worker = told(monkeypatch, *WORKER, "--audit", "--staging-rows", "640")
     assert (worker.audit, worker.staging_rows) == (True, 640)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("up", ("--no-borrow", "--audit", "--staging-rows", "--split", "--metrics-bind")),
+        ("pool-manager", ("--no-borrow", "--split", "--metrics-bind")),
+        ("rank-worker", ("--audit", "--staging-rows", "--metrics-bind")),
+        ("router", ("--metrics-bind",)),
+        ("verify", ("--no-borrow", "--audit", "--staging-rows", "--split")),
+        ("bench", ("--no-borrow", "--audit", "--staging-rows", "--split")),
+    ],
+)
+def test_who_takes_the_settings_of_the_split(command, flags):
+    shown = run(command, "--help").stdout
+    assert all(flag in shown for flag in flags)
+
+
+@pytest.mark.parametrize(
+    ("command", "address"),
+    [(ROUTER, "127.0.0.1:7430"), (MANAGER, "127.0.0.1:7431"), ((*WORKER[:-1], "1"), "127.0.0.1:7441")],
+)
+def test_where_each_service_is_read(command, address, monkeypatch):
+    addresses = []
+    monkeypatch.setattr(services, "_run", lambda _service, address: addresses.append(address))
+    assert run(*command).exit_code == 0
+    assert run(*command, "--metrics-bind", "127.0.0.1:7430").exit_code == 0
+    assert addresses == [None, address]
+
+
+def test_metrics_at_an_address_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = run("router", "--router-bind", "127.0.0.1:0", "--metrics-bind", address)
+    assert result.exit_code == 2
+    assert f"latentpool: metrics cannot be served at {address}: address already in use" in result.stderr
