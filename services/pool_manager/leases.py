@@ -189,11 +189,13 @@ class Leases:
         return len(ids)
 
     def carried(self, conversation: int, fence: int) -> Move | None:
-        """It has arrived at its new owner, and the old pages are free once rounds up to `fence` are answered; None where it
-        was not on its way. The new owner may have run dry meanwhile, and is relieved."""
+        """It has arrived at its new owner: old pages, and borrowed ones whose release did not come before, are free once
+        rounds up to `fence` are answered. None where it was not on its way. The new owner may have run dry meanwhile, and is
+        relieved."""
         lease = self.running.get(conversation)
         if lease is None or lease.move is None:
             return None
+        self.released(conversation, fence)
         move, lease.move = lease.move, None
         self.books.give_back(lease.pages, fence)
         lease.pages, lease.owner = move.pages, move.owner

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from lease_model import small_plan
 from manager_fakes import GIB, identity
-from test_leases_machine import small_plan
 
 from latentpool.errors import EpochError, LatentPoolError
 from latentpool.v1 import pool_manager_pb2 as pb

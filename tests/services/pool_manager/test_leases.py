@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_leases_machine import CONTEXT, ROWS, WINDOW, small_plan
+from lease_model import CONTEXT, ROWS, WINDOW, small_plan
 
 from services.pool_manager.books import Books, Kind
 from services.pool_manager.lease import Lease, Refusal, Request, Waiting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_leases_machine import CONTEXT, ROWS, WINDOW, small_plan
+from lease_model import CONTEXT, ROWS, WINDOW, small_plan
 
 from services.pool_manager.lease import Extension, Grant, Lease, Request, Waiting
 from services.pool_manager.leases import Leases

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_leases_machine import AdmitsIntoWhatIsOwed, ParksTheOldest, small_plan
+from lease_model import small_plan
+from test_leases_faults import AdmitsIntoWhatIsOwed, ParksTheOldest
 
-from services.pool_manager.leases import Lease, Leases, Refusal, Request
+from services.pool_manager.lease import Lease, Refusal, Request
+from services.pool_manager.leases import Leases
 from services.pool_manager.plan import Plan
 
 ROWS = 64
