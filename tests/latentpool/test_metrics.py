@@ -86,7 +86,9 @@ async def test_what_is_not_served_says_so():
         assert (await get(address))[0] == 500, "others are served all the same"
 
 
-async def test_nothing_stays_when_it_is_left():
+@pytest.mark.timeout(20)
+async def test_nothing_stays_when_it_is_left(monkeypatch):
+    monkeypatch.setattr(metrics, "_PATIENCE", 3600.0)
     before = asyncio.all_tasks()
     async with metrics.serving(lambda: [], "127.0.0.1:0") as address:
         host, port = address.split(":")
