@@ -172,15 +172,6 @@ class RecallsAgain(Leases):
         lease.recalled = not lease.recalled if self.orders.recall.count(conversation) == 1 else True
 
 
-class IsNotRelievedByArrivals(Leases):
-    def carried(self, conversation: int, fence: int) -> Move | None:
-        owed, self.owed = self.owed, {}
-        try:
-            return Leases.carried(self, conversation, fence)
-        finally:
-            self.owed = owed
-
-
 _BOOKS = [FreesBeforeTheFence, FreesTooEarly, LosesAPage, GivesAPageTwice, GivesTheHighest]
 _QUICK = [ParksTheOldest, ReturnsWithoutHeadroom, KnowsOneClass]
 _SLOW = [ParksAgain, ParksThoughFencedPagesCome, AdmitsIntoWhatIsOwed, ReturnsWithHalfItsTokens, ReturnsLikeNew]
@@ -191,7 +182,6 @@ _OWNERS_SLOW = [
     GrantsWhatMoves,
     CarriesWithoutSlack,
     RecallsAgain,
-    IsNotRelievedByArrivals,
 ]
 _SAMPLE = [*_BOOKS, *_QUICK, *_OWNERS_QUICK]
 _REST = [*_SLOW, *_OWNERS_SLOW]

@@ -161,6 +161,25 @@ def test_one_that_is_owed_pages_finds_them_where_it_goes() -> None:
     assert leases.owed == {}
 
 
+def test_it_goes_to_the_roomiest_rank_the_lowest_of_equals() -> None:
+    leases = owners(4, 9)
+    admitted(leases, 1, prompt=ROWS)
+    assert carry_by_hand(leases, 1, None).owner == 1
+    leases.carried(1, fence=5)  # its old pages are not free yet
+    assert carry_by_hand(leases, 1, None).owner == 2
+    leases.carried(1, fence=5)
+    leases.answered(5)
+    assert carry_by_hand(leases, 1, None).owner == 0
+
+
+def test_one_on_its_way_gets_nothing_though_pages_are_free() -> None:
+    leases = crowd(9, 2 * ROWS, ROWS)
+    carry_by_hand(leases, 2, 0)
+    assert leases.books.free(1) > 0
+    assert leases.extend([(2, FULL)]) == Extension([Grant(2, 2, [])], park=[])
+    assert leases.owed == {}
+
+
 def test_without_room_for_the_slack_it_parks() -> None:
     leases = crowd(6, 2 * ROWS, ROWS, 2 * ROWS)
     assert leases.extend([(2, 4 * ROWS)]) == Extension([Grant(2, 2, [11])], park=[3])
