@@ -112,6 +112,23 @@ async def test_releases_and_carries_are_told_with_their_round_and_only_when_they
     assert (counters.borrowed_chunks, counters.fetched_chunks, c.borrowed_tokens, c.fetched_tokens) == (1, 0, 128, 0)
 
 
+async def test_it_has_arrived_with_the_last_slice_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.router.pace.MOST_CARRIED_ROWS", 64)
+    lab = Lab()
+    c = conversation(7, 300, -1)
+    lab.submit(c, [0, 2, 4, 6, 8])
+    await lab.round()
+    lab.order(carry=[(7, 1, [7, 9, 11, 13, 15])])
+    assert await lab.round() == [("carry", 0, 1, False)]
+    lab.deliver()
+    assert (c.owner, c.pages, c.carried) == (0, [0, 2, 4, 6, 8], 0)
+    assert await lab.round() == [("carry", 1, 4, True)]  # 128 rows are on two pages
+    assert await lab.round() == []
+    lab.deliver()
+    assert [one for one in lab.told.all if one[0] != "answered"] == [("carried", 7, 3)]
+    assert (c.owner, c.pages, c.carried, lab.loop.counters.carried_pages) == (1, [7, 9, 11, 13, 15], 1, 5)
+
+
 async def test_pages_that_the_workers_do_not_know_when_a_carry_begins_are_left_behind() -> None:
     lab = Lab()
     c = conversation(7, 300, -1)
