@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.pool_manager.free_ids import FreeIds
 
 
+@settings(deadline=None)
 @given(data=st.data(), step=st.integers(1, 3), count=st.integers(0, 40))
 def test_any_calls_against_a_set(data: st.DataObject, step: int, count: int) -> None:
     first = data.draw(st.integers(0, step - 1))

@@ -173,8 +173,15 @@ class RecallsAgain(Leases):
 
 
 _BOOKS = [FreesBeforeTheFence, FreesTooEarly, LosesAPage, GivesAPageTwice, GivesTheHighest]
-_QUICK = [ParksTheOldest, ReturnsWithoutHeadroom, KnowsOneClass]
-_SLOW = [ParksAgain, ParksThoughFencedPagesCome, AdmitsIntoWhatIsOwed, ReturnsWithHalfItsTokens, ReturnsLikeNew]
+_QUICK = [ParksTheOldest, KnowsOneClass]
+_SLOW = [
+    ReturnsWithoutHeadroom,
+    ParksAgain,
+    ParksThoughFencedPagesCome,
+    AdmitsIntoWhatIsOwed,
+    ReturnsWithHalfItsTokens,
+    ReturnsLikeNew,
+]
 _OWNERS_QUICK = [LendsWhileOthersWait, LendsRankByRank, ForgetsTheLoan, ForgetsTheMove, KeepsTheOldPages, FreesTheLoanAtOnce]
 _OWNERS_SLOW = [
     LendsWhatIsOwed,

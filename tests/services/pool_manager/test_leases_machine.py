@@ -29,7 +29,7 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
     books: type[Books] = Books
     kind: type[Leases] = Leases
     layouts: Sequence[tuple[int, bool]] = ((1, True), (2, True), (2, True), (3, True), (4, True), (1, False))  # residues, paged
-    spare: Sequence[int] = (0, 1, 2, 4)
+    spare: Sequence[int] = (0, 1, 2, 4, 8)
 
     @initialize(data=st.data(), borrow=st.sampled_from([True, True, True, False]))
     def start(self, data: st.DataObject, borrow: bool) -> None:
@@ -133,10 +133,12 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
         self.check_extend([(name, data.draw(st.just(CONTEXT + 1) | st.integers(0, CONTEXT + 2 * ROWS))) for name in names])
 
     @precondition(lambda self: self.held)
-    @rule()
-    def go_on(self) -> None:
-        """Everyone gets a page further."""
-        self.check_extend([(name, ROWS * (len(pages) + 1)) for name, pages in self.held.items()])
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        """Everyone, or everyone of one owner, gets a page further."""
+        rank = data.draw(st.none() | st.sampled_from(self.ranks))
+        names = [name for name in self.held if rank is None or self.owner(name) == rank]
+        self.check_extend([(name, ROWS * (len(self.held[name]) + 1)) for name in names])
 
     def check_extend(self, needs: Sequence[tuple[int, int]]) -> None:
         names = [name for name, _ in needs]
