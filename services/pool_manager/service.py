@@ -198,15 +198,8 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
             page_rows=rows,
             order=settings.plan_order,
         )
-        log.info(
-            "planned",
-            paged=made.paged,
-            split=made.split,
-            pages=made.pages,
-            stream_pages=made.stream_pages,
-            lanes=made.lanes,
-            note=made.note,
-        )
+        sizes = {"pages": made.pages, "stream_pages": made.stream_pages, "lanes": made.lanes}
+        log.info("planned", paged=made.paged, split=made.split, note=made.note, **sizes)
         return made
 
     def _ready(self) -> None:
