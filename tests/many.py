@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,6 +158,21 @@ async def play_all(
             disturbance.cancel()
             await asyncio.gather(disturbance, return_exceptions=True)
     return {script.seed: reply for script, reply in zip(scripts, replies, strict=True)}
+
+
+async def park_any(group: LocalGroup) -> None:
+    """One conversation after another is told to give its pages to others, each at most twice: it must get on in between."""
+    chance, told = random.Random(4), Counter[int]()
+    while True:
+        await asyncio.sleep(0.1)
+        session = group.manager._router.session  # type: ignore[union-attr]
+        assert session is not None
+        leases = session.leases
+        names = [name for name, lease in leases.running.items() if name not in leases.parking and not lease.move]
+        if some := [name for name in names if told[name] < 2]:
+            told[name := chance.choice(some)] += 1
+            leases.park(name)
+            session._order()
 
 
 def same(reply: Reply, alone: Reply, script: Script) -> None:

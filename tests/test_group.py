@@ -12,6 +12,7 @@ from harness import oracle
 from many import settled
 
 from latentpool.cli.group import LocalGroup
+from latentpool.client import AdminClient
 from latentpool.errors import EpochError
 from latentpool.sampling import Sampling
 from latentpool.v1 import rank_worker_pb2, router_pb2
@@ -82,23 +83,49 @@ async def test_digests_over_ucx_equal_the_in_process_ones_and_no_engine_shares_a
     assert len(set(children)) == 2  # processes of their own: no array is shared
 
 
-@pytest.mark.parametrize("world", [2, 3])
-async def test_one_flipped_bit_is_caught_at_run_time_and_named(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    """Rank W-1's engine flips one bit of one row once: the stream ends before the token of that round is delivered."""
+@pytest.mark.parametrize(("world", "split", "faulty"), [(2, "off", 1), (3, "off", 2), (2, "on", 0), (3, "on", 0)])
+async def test_one_flipped_bit_is_caught_at_run_time_and_named(
+    monkeypatch: pytest.MonkeyPatch, world: int, split: Any, faulty: int
+) -> None:
+    """One engine flips one bit of one row that it keeps, once (rank 0 owns the only conversation of a split group): the stream
+    ends before the token of that round is delivered."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    settings: dict[str, Any] = {"transport": "ucx", "context": 2048, "page_rows": 64, "dtype": "f32"}
-    async with LocalGroup(MODEL, world, engines={world - 1: "flipping_engine"}, **settings) as group:
+    settings: dict[str, Any] = {"transport": "ucx", "context": 2048, "page_rows": 64, "dtype": "f32", "split": split}
+    async with LocalGroup(MODEL, world, engines={faulty: "flipping_engine"}, **settings) as group:
         ids: list[int] = []
         with pytest.raises(EpochError) as caught:
             await reply(group, heard=ids)
-        others = ", ".join(str(rank) for rank in range(world - 1))
+        others = ", ".join(str(rank) for rank in range(world) if rank != faulty)
         assert "(decode)" in str(caught.value)
-        assert f"rank {world - 1} " in str(caught.value)
+        assert f"rank {faulty} " in str(caught.value) or str(caught.value).endswith(f"rank {faulty}")
         assert others in str(caught.value)
         assert ids == GREEDY[: len(ids)]
         assert len(ids) == 5  # the prompt's token and four clean decodes; the fifth decode wrote the wrong row
         failure = await group.failed()
-        assert f"rank {world - 1}" in str(failure)
+        assert f"rank {faulty}" in str(failure)
+
+
+async def test_resident_memory_is_what_the_ledger_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that touch every page of their arena: what they keep in memory then is what they kept after loading, and the
+    ledger's streams, lanes and cache; the budget holds."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    budget = 400 << 20
+    settings: dict[str, Any] = {"transport": "ucx", "context": 4096, "parallel": 8, "memory_bytes": budget, "split": "on"}
+    group = LocalGroup(MODEL, 2, engines=dict.fromkeys(range(2), "touching_engine"), **settings)
+    async with group, AdminClient(group.manager.address) as admin:
+        plan = await admin.get_plan()
+        assert plan.split
+        for _ in range(100):
+            ranks = (await admin.get_ranks()).ranks
+            if min(rank.resident_bytes for rank in ranks) > budget // 4:
+                break
+            await asyncio.sleep(0.1)  # a heartbeat brings the number
+        for ledger, rank in zip(plan.ledgers, ranks, strict=True):
+            charged = ledger.stream_bytes + ledger.cache_bytes + ledger.lane_bytes
+            assert charged + ledger.unused_bytes == ledger.room_bytes
+            assert charged > budget // 4
+            loaded = budget - ledger.room_bytes  # what was resident after loading, and the charges for work
+            assert charged - (4 << 20) <= rank.resident_bytes <= min(charged + loaded, budget)
 
 
 async def test_sampled_replies_repeat_with_their_reported_seed() -> None:

@@ -21,6 +21,7 @@ from many import (
     Reply,
     Script,
     cap_pages,
+    park_any,
     play,
     play_all,
     same,
@@ -32,7 +33,9 @@ from many import (
 from latentpool.cli.group import LocalGroup
 from latentpool.sampling import Sampling
 from latentpool.v1 import router_pb2, router_pb2_grpc
+from services.rank_worker.link import Channel
 from services.rank_worker.round_stream import _RefusedError
+from services.rank_worker.rounds import Rounds
 from services.router import loop
 from services.router.counters import Counters
 
@@ -60,7 +63,7 @@ async def company(
     with pytest.MonkeyPatch.context() as patch:
         record = Record(patch)
         cap_pages(patch, pages)
-        base: dict[str, Any] = {"context": CONTEXT, "page_rows": PAGE_ROWS, "dtype": "f32", "kv_pages": "on"}
+        base: dict[str, Any] = {"context": CONTEXT, "page_rows": PAGE_ROWS, "dtype": "f32", "kv_pages": "on", "split": "off"}
         async with LocalGroup(MODEL, world, **(base | settings)) as group:
             replies = await play_all(group, conversations, (lambda: disturb(group)) if disturb else None)
             await settled(group)
@@ -101,7 +104,7 @@ async def test_forty_conversations_each_as_if_alone(world: int) -> None:
     variants: list[dict[str, Any]] = [
         {"pages": 400, "parallel": 12, "chunk_rows": 128},
         {"pages": 36, "parallel": 5, "chunk_rows": 2048, "headroom": 16, "disturb": break_streams},
-        {"pages": 29, "parallel": 12, "chunk_rows": 64, "headroom": 1},
+        {"pages": 29, "parallel": 12, "chunk_rows": 64, "headroom": 1, "disturb": park_any},
     ]
     for variant in variants:
         replies, record, counters = await company(world, conversations, **variant)
@@ -153,31 +156,45 @@ async def test_eight_lanes_outgrow_their_quota_together_and_all_finish(world: in
     assert sum(reply.completion.usage.parked for reply in replies.values() if reply.completion) == counters.parked
 
 
-async def test_calls_of_a_round_do_not_grow_with_the_number_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exchanges of a decode round with 12 lanes are those of one lane."""
-    from services.rank_worker.model.sums import Link
-    from services.rank_worker.rounds import Rounds
+@pytest.mark.parametrize("split", ["off", "on"])
+async def test_whoever_comes_back_is_not_parked_for_what_it_does_not_need_yet(split: Any) -> None:
+    """Small headroom and small pages: an admission covers less than pages are asked ahead for. Parking stays rare."""
+    conversations = [
+        Script(tuple((7 * i + 3 * j) % 240 for j in range(100 + i)), Sampling(seed=i, max_tokens=200, ignore_eos=True))
+        for i in range(12)
+    ]
+    replies, _, counters = await company(
+        2, conversations, pages=24, parallel=12, headroom=64, context=640, split=split, borrow=False
+    )
+    assert all(reply.completion for reply in replies.values())
+    assert 0 < counters.parked <= 2 * len(conversations)
 
+
+@pytest.mark.parametrize("split", ["off", "on"])
+async def test_calls_of_a_round_do_not_grow_with_the_number_of_conversations(
+    split: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exchanges of a decode round with 12 lanes, of all owners, are those of one lane."""
     calls: dict[int, set[int]] = {}
     count = [0]
-    all_to_all, execute = Link.all_to_all, Rounds.execute
+    exchange, execute = Channel.exchange, Rounds.execute
 
-    def counted(link: Link, *args: Any) -> None:
-        count[0] += link.exchange.rank == 0
-        all_to_all(link, *args)
+    def counted(channel: Channel, *args: Any) -> Any:
+        count[0] += channel.link.rank == 0
+        return exchange(channel, *args)
 
     def watched(rounds: Rounds, round_: Any) -> Any:
         decodes = [len(op.lanes) for op in round_.operations if type(op).__name__ == "Decode"]
         before = count[0]
         result = execute(rounds, round_)
-        if rounds._link.exchange.rank == 0 and len(round_.operations) == 1 and decodes:
+        if rounds._link.rank == 0 and len(round_.operations) == 1 and decodes:
             calls.setdefault(decodes[0], set()).add(count[0] - before)
         return result
 
-    monkeypatch.setattr(Link, "all_to_all", counted)
+    monkeypatch.setattr(Channel, "exchange", counted)
     monkeypatch.setattr(Rounds, "execute", watched)
     conversations = [Script((1, 2, 3, i + 1), Sampling(seed=i, max_tokens=8 + 3 * i, ignore_eos=True)) for i in range(12)]
-    async with LocalGroup(MODEL, 2, context=256, page_rows=64, parallel=12, dtype="f32") as group:
+    async with LocalGroup(MODEL, 2, context=256, page_rows=64, parallel=12, dtype="f32", split=split) as group:
         await play_all(group, conversations)
     assert {1, 12} <= calls.keys()
     assert len(set.union(*calls.values())) == 1

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import recording_engine
 from many import (
@@ -26,6 +27,7 @@ from many import (
     Reply,
     Script,
     cap_pages,
+    park_any,
     play,
     play_all,
     same,
@@ -34,10 +36,15 @@ from many import (
     workers_of,
 )
 
+from kernels.numpy import NumpyKernels
 from latentpool.cli.group import LocalGroup
 from latentpool.client import AdminClient
-from latentpool.errors import LatentPoolError
-from services.rank_worker.split.fetch import least_staging_rows
+from latentpool.errors import EpochError, LatentPoolError
+from latentpool.sampling import Sampling
+from latentpool.v1 import router_pb2
+from services.rank_worker.arena import Arena
+from services.rank_worker.split.fetch import FetchedRows, Part, least_staging_rows
+from services.rank_worker.split.rows import HereRows
 from services.router.counters import Counters
 
 pytestmark = pytest.mark.timeout(600)
@@ -95,6 +102,15 @@ def sparse(replies: list[Reply], what: str) -> bool:
     )
 
 
+_parts: list[int] = []
+
+
+def _counted(rows: slice, *others: Any) -> Part:
+    """Part, with its rows counted: below 64 where a block of a prompt was cut."""
+    _parts.append(rows.stop - rows.start)
+    return Part(rows, *others)
+
+
 ROOMY: dict[str, Any] = {"split": "on", "parallel": 8, "chunk_rows": 128}
 MODES: dict[str, Mode] = {
     "replicated": Mode({"split": "off", "kv_pages": "on", "parallel": 8, "chunk_rows": 128}, lambda c, _: c.rounds > 0),
@@ -102,10 +118,10 @@ MODES: dict[str, Mode] = {
     "borrowing": Mode(ROOMY, lambda c, r: c.fetched_chunks == 0 and sparse(r, "borrowed_tokens"), owned=300),
     "fetching": Mode(ROOMY | {"borrow": False}, lambda c, r: c.borrowed_chunks == 0 and sparse(r, "fetched_tokens"), owned=300),
     "tiny staging": Mode(
-        ROOMY | {"borrow": False, "staging_rows": least_staging_rows(GEOMETRY), "chunk_rows": 1024},
-        lambda c, r: sparse(r, "fetched_tokens"),
+        ROOMY | {"borrow": False, "staging_rows": least_staging_rows(GEOMETRY), "chunk_rows": 192},
+        lambda c, r: sparse(r, "fetched_tokens") and min(_parts) < 64,
         owned=300,
-        patches={"services.rank_worker.split.fetch.PIECE_ROWS": 50},
+        patches={"services.rank_worker.split.fetch.PIECE_ROWS": 50, "services.rank_worker.split.fetch.Part": _counted},
     ),
     "recalls": Mode(
         ROOMY | {"chunk_rows": 64},
@@ -119,12 +135,7 @@ MODES: dict[str, Mode] = {
         owned=300,
         disturb=carry_any,
     ),
-    "running dry": Mode(
-        ROOMY | {"parallel": 14, "headroom": 1},
-        lambda c, _: c.parked > 0 and c.carries > 0 and c.replayed_tokens > 0,
-        owned=WINDOW,
-        patches={"services.router.loop.AHEAD_ROWS": 16},
-    ),
+    "parks": Mode(ROOMY, lambda c, _: c.parked > 5 and c.replayed_tokens > 0, owned=300, disturb=park_any),
 }
 
 
@@ -176,18 +187,25 @@ async def reference(world: int, kv_cache: str, count: int, directory: Path) -> t
 
 async def compared(world: int, name: str, kv_cache: str, count: int, directory: Path, transport: str = "inproc") -> None:
     mode, some = MODES[name], conversations(count)
-    expected, expected_rows = await reference(world, kv_cache, count, directory)
+    expected = await reference(world, kv_cache, count, directory)
     async with recorded(world, directory, mode, kv_cache, transport) as (group, rows):
-        disturb = mode.disturb
-        replies = await play_all(group, some, (lambda: disturb(group)) if disturb else None)
-        await settled(group)
-        counters = workers_of(group).counters
+        replies, counters = await played(group, mode, some)
+    equal(some, replies, rows(), *expected)
+    assert mode.took(counters, list(replies.values())), counters
+
+
+async def played(group: LocalGroup, mode: Mode, some: list[Script]) -> tuple[dict[int, Reply], Counters]:
+    disturb = mode.disturb
+    replies = await play_all(group, some, (lambda: disturb(group)) if disturb else None)
+    await settled(group)
+    return replies, workers_of(group).counters
+
+
+def equal(some: list[Script], replies: dict[int, Reply], rows: Rows, expected: dict[int, Reply], expected_rows: Rows) -> None:
     for script in some:
         same(replies[script.seed], expected[script.seed], script)
-    got = rows()
-    assert [key for key, bits in got.items() if key in expected_rows and expected_rows[key] != bits] == []
-    assert len(got.keys() & expected_rows.keys()) > world * len(some)
-    assert mode.took(counters, list(replies.values())), counters
+    assert [key for key, bits in rows.items() if key in expected_rows and expected_rows[key] != bits] == []
+    assert len(rows.keys() & expected_rows.keys()) > len(some)
 
 
 FULL = pytest.mark.full
@@ -209,8 +227,113 @@ async def test_forty_conversations_in_every_mode(world: int, name: str, kv_cache
 
 @FULL
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", ["replicated", "windows", "borrowing", "fetching", "recalls", "carries", "running dry"])
+@pytest.mark.parametrize("name", ["replicated", "windows", "borrowing", "fetching", "recalls", "carries", "parks"])
 async def test_forty_conversations_over_ucx(world: int, name: str, tmp_path: Path) -> None:
     mode = MODES[name]
     assert not any("rank_worker" in patch for patch in mode.patches)  # engines are other processes
     await compared(world, name, "f32", 40, tmp_path, "ucx")
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=FULL)])
+async def test_owners_that_run_dry_recall_carry_and_park(world: int, tmp_path: Path) -> None:
+    """Replies outgrow their quotas together, those of rank 0 first, with long prompts among them that borrow: every owner has
+    one window's pages."""
+    some = [
+        Script(
+            tuple((7 * i + 3 * j) % 240 for j in range(90 + i)),
+            Sampling(seed=i, max_tokens=110 if i % world else 280, ignore_eos=True),
+        )
+        for i in range(7 * world)
+    ]
+    long = tuple((5 * j) % 240 for j in range(700))
+    some += [Script(long, Sampling(seed=1000 + i, max_tokens=40, ignore_eos=True), arrives=0.5 * i) for i in range(2)]
+    alone = Mode({"split": "off", "kv_pages": "off"}, lambda *_: True)
+    async with recorded(world, tmp_path, alone, "f32", "inproc") as (group, rows):
+        expected = {script.seed: await play(group, script) for script in some}, rows()
+    mode = Mode(
+        ROOMY | {"parallel": 10 * world, "headroom": 1},
+        lambda c, _: c.parked > 0 and c.carries > 0 and c.replayed_tokens > 0 and c.recalls > 0,
+        owned=WINDOW,
+        patches={"services.router.loop.AHEAD_ROWS": 16},
+    )
+    async with recorded(world, tmp_path, mode, "f32", "inproc") as (group, rows):
+        replies, counters = await played(group, mode, some)
+    equal(some, replies, rows(), *expected)
+    assert mode.took(counters, list(replies.values())), counters
+
+
+# ---- planted faults: what only hashes of rows can show ends the epoch, and is named ----------------------------------
+
+
+def stale_row(patch: pytest.MonkeyPatch) -> None:
+    """Rank 1 loses a row of its borrowed copies, after it was digested."""
+    store = HereRows.store
+
+    def stale(self: HereRows, p: Any, layer: int, rows: Any) -> None:
+        store(self, p, layer, rows)
+        if p.arena.rank == 1 and not p.arena.keeps(int(p.batch.lanes[0])):
+            p.arena.latent[p.batch.pages[5], layer, p.batch.offsets[5]] += 1
+
+    patch.setattr(HereRows, "store", stale)
+
+
+def off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Rank 1 reads fetched rows one place beside."""
+    renumber = FetchedRows._renumber
+
+    def off(self: FetchedRows, lists: Any, union: Any) -> Any:
+        places = renumber(self, lists, union)
+        return np.where(places > self._staging.first, places - (self._link.rank == 1), places)
+
+    patch.setattr(FetchedRows, "_renumber", off)
+
+
+def missing_page(patch: pytest.MonkeyPatch) -> None:
+    """The new owner of a carried conversation drops the last page that it is sent."""
+    imported = NumpyKernels.import_rows
+
+    def dropped(self: NumpyKernels, rows: Any, view: Any, pages: Any, offsets: Any) -> None:
+        some = pages != pages[-1]
+        imported(self, rows[some], view, pages[some], offsets[some])
+
+    patch.setattr(NumpyKernels, "import_rows", dropped)
+
+
+def wrong_owner(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 takes one page of its conversation for another rank's."""
+    mapped = Arena.map
+
+    def wrong(self: Arena, lane: int, first_slot: int, pages: Any) -> None:
+        mapped(self, lane, first_slot, pages)
+        if self.split and self.rank == 0 and self.keeps(lane):
+            self.latent_tables[lane, 2] = self.latent_discard
+
+    patch.setattr(Arena, "map", wrong)
+
+
+@pytest.mark.parametrize(
+    ("plant", "settings", "words"),
+    [
+        (stale_row, {}, r"\(prompt\): rank (0|1) holds other rows than rank (0|1)"),
+        (off_by_one, {"borrow": False}, r"\(prompt\): rank (0|1) holds other rows than rank (0|1)"),
+        (missing_page, {}, r"\(carry\): rank (0|1) holds other rows than rank (0|1)"),
+        (wrong_owner, {}, r"operation \d+ \(prompt\): lane 0: row 128 has no page on its owner, rank 0"),
+    ],
+)
+async def test_a_planted_fault_is_named_at_run_time(
+    plant: Callable[[pytest.MonkeyPatch], None], settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    prompt = [(7 * j) % 240 for j in range(400)]
+    base: dict[str, Any] = {"split": "on", "dtype": "f32", "context": CONTEXT, "page_rows": 64, "chunk_rows": 192}
+    async with LocalGroup(MODEL, 2, audit=True, **(base | settings)) as group, AdminClient(group.manager.address) as admin:
+
+        async def converse() -> None:
+            async for event in group.client.generate(prompt, Sampling(max_tokens=300, ignore_eos=True)):
+                if plant is missing_page and isinstance(event, router_pb2.Chunk) and event.first_index == 3:
+                    with contextlib.suppress(LatentPoolError):
+                        await admin.carry(1, 1)
+
+        with pytest.raises(EpochError, match=words):
+            await converse()
+        await group.failed()

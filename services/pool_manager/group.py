@@ -64,6 +64,9 @@ class Group:
     ended: str | None = None
     ticked: float = field(init=False)
     """When it last looked at who is silent."""
+    broken_links: dict[int, LinkError] = field(default_factory=dict)
+    """What ranks said of their links to others, in that order; the others may know better until the next look but one."""
+    broken_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.ticked = self.started
@@ -165,15 +168,19 @@ class Group:
             self.on_ready()
 
     def failed(self, member: Member, message: pb.Failed) -> None:
-        """Hard evidence: the engine or a link is gone."""
+        """Hard evidence: the engine or a link is gone. A broken link is often what a peer's trouble looks like from here: the
+        peer has a moment to say what it was."""
         text = f"rank {member.rank}: {message.message}"
-        if message.HasField("peer"):
-            self.end(LinkError(f"{text} (its link to rank {message.peer})", rank=message.peer))
-        else:
+        if not message.HasField("peer"):
             self.end(EpochError(text) if member.ready else SetupError(text))
+        else:
+            self.broken_at = self.broken_at if self.broken_links else self.ticked
+            self.broken_links[member.rank] = LinkError(f"{text} (its link to rank {message.peer})", rank=message.peer)
 
     def lost(self, member: Member) -> None:
         """A worker's stream ended."""
+        if member.rank in self.broken_links:
+            return  # it has said why
         self.end(EpochError(f"rank {member.rank} on {member.hello.host} has gone: its stream to the pool manager ended"))
 
     # ---- time ----------------------------------------------------------------------------------------------------
@@ -181,6 +188,8 @@ class Group:
     def tick(self, now: float) -> None:
         """Ends the group where a worker never joined or has been silent for too long. A manager that slept itself (stopped, or
         its machine suspended) has not listened: everybody gets that time back."""
+        if self.broken_links and self.ticked > self.broken_at:
+            self.end(next(iter(self.broken_links.values())))
         slept, self.ticked = now - self.ticked, now
         if slept > self.dead_after / 2:
             log.warning("this manager was stopped for a while", seconds=round(slept, 1))

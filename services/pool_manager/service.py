@@ -352,6 +352,7 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
             plan=to_proto(group.plan),
             worker_addresses=[member.hello.address for member in group.ranks()],
             identity=group.identity,
+            headroom=settings.headroom,
         )
         router.stream.send(pb.SessionResponse(granted=granted))
         log.info("term granted", router=hello.name, term=term, epoch=group.epoch)

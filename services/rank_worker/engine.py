@@ -53,8 +53,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     transport: str
     net_devices: str
     dead_after: float
-    staging_rows: int = 32768
-    audit: bool = False
+    staging_rows: int
+    audit: bool
 
 
 class _Front:

@@ -90,6 +90,8 @@ class RankWorkerSettings:
             "transport": self.transport,
             "net_devices": self.net_devices,
             "dead_after": self.dead_after,
+            "staging_rows": self.staging_rows,
+            "audit": self.audit,
         }
 
 

@@ -86,7 +86,7 @@ class Group:
         geometry = _geometry(granted.identity.config_json)
         owners = plan.world if plan.split else 1
         composer = Composer(plan.page_rows, geometry.vocab, self._chunk_rows, owners)
-        loop = RoundLoop(self._session, workers, composer, Book(plan.lanes), geometry.vocab, plan.page_rows)
+        loop = RoundLoop(self._session, workers, composer, Book(plan.lanes), geometry.vocab, plan.page_rows, granted.headroom)
         self._session.attend(loop.on_answer)
         rounds = asyncio.create_task(self._rounds(loop, workers, granted))
         ready = asyncio.create_task(loop.ready.wait())

@@ -25,7 +25,8 @@ ROUNDS_IN_FLIGHT = 2
 PING_SECONDS = 2.0
 """An idle group is probed this often."""
 AHEAD_ROWS = 256
-"""Pages are asked for this many rows ahead of need."""
+"""Pages are asked for this many rows ahead of need, but not for more than an admission covers: whoever comes back from parking
+must not be parked for what it does not need yet."""
 _DRY_SECONDS = 0.05
 
 
@@ -33,7 +34,9 @@ class RoundLoop:
     """One group in one term and epoch. `wake` is set whenever there may be something to do; `ready` once all ranks have
     answered a round."""
 
-    def __init__(self, session: Session, workers: Workers, composer: Composer, book: Book, vocab: int, page_rows: int) -> None:
+    def __init__(
+        self, session: Session, workers: Workers, composer: Composer, book: Book, vocab: int, page_rows: int, headroom: int
+    ) -> None:
         self.book = book
         self.counters = workers.counters
         self.wake = asyncio.Event()
@@ -42,6 +45,7 @@ class RoundLoop:
         self._workers = workers
         self._composer = composer
         self._page_rows = page_rows
+        self._ahead = min(AHEAD_ROWS, headroom + page_rows)
         self._clock = asyncio.get_running_loop().time
         self._outcomes = Outcomes(vocab, self._clock, workers.counters, self.leave)
         self._drafts: deque[Draft] = deque()
@@ -161,7 +165,7 @@ class RoundLoop:
         """Asks for the pages that running conversations need soon, rows in flight counted."""
         now, needs = self._clock(), []
         for c in self.book.seated.values():
-            rows = min(max(c.sent, c.prompt_rows) + AHEAD_ROWS, c.rows_at_end)
+            rows = min(max(c.sent, c.prompt_rows) + self._ahead, c.rows_at_end)
             may = c.runs and c.carry is None and not c.asked_rows and now >= c.dry_until
             if may and not c.has_pages(rows, self._page_rows):
                 c.asked_rows = rows

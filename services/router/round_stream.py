@@ -142,7 +142,8 @@ class RoundStream:
             self._broken_since = self._clock()
             log.warning("round stream broke", rank=self.rank, reason=reason)
         pause = 0.02
-        while code not in _REFUSALS and (left := self._broken_since + self._dead_after - self._clock()) > 0:
+        # `close` cancels this task, and grpc loses a cancellation that comes while it prepares a call
+        while code not in _REFUSALS and not self._closing and (left := self._due()) > 0:
             try:
                 async with asyncio.timeout(left):
                     call = await self._dial()
@@ -157,6 +158,11 @@ class RoundStream:
             await asyncio.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
         raise self._broken(reason)
+
+    def _due(self) -> float:
+        """Seconds in which a broken stream must be open again."""
+        assert self._broken_since is not None
+        return self._broken_since + self._dead_after - self._clock()
 
     async def _send_again(self, call: Call) -> None:
         again = 0

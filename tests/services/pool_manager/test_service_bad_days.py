@@ -198,6 +198,33 @@ async def test_a_link_that_fails_names_both_ends(place: MakePlace) -> None:
     await check_ended(here, workers, router, LinkError, "rank 1: endpoint reset (its link to rank 0)")
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_the_cause_of_a_broken_link_is_told_whoever_speaks_first(place: MakePlace, first: int) -> None:
+    """Rank 1 fails and drops its links; rank 0 sees only that, and leaves."""
+    here = await place()
+    workers, router = await here.serving()
+    for rank in (first, 1 - first):
+        if rank == 0:
+            await workers[0].say(failed=pb.Failed(message="rank 1 dropped its links", peer=1))
+        else:
+            await workers[1].say(failed=pb.Failed(message="out of memory"))
+        if rank == 0 and first == 0:
+            await workers[0].leave()
+    await check_ended(here, workers[1:], router, EpochError, "rank 1: out of memory")
+
+
+async def test_a_link_that_both_ends_lost_is_not_a_rank_that_has_gone(place: MakePlace) -> None:
+    here = await place()
+    workers, router = await here.serving()
+    for rank in range(2):
+        await workers[rank].say(failed=pb.Failed(message="endpoint reset", peer=1 - rank))
+        await workers[rank].leave()
+    error = await here.ended()
+    assert isinstance(error, LinkError)
+    assert str(error) in {f"rank {rank}: endpoint reset (its link to rank {1 - rank})" for rank in range(2)}
+    assert (await router.get()).epoch_ended.reason == str(error)
+
+
 @pytest.mark.parametrize("orderly", [True, False])
 async def test_a_worker_whose_stream_ends(place: MakePlace, orderly: bool) -> None:
     here = await place()

@@ -77,6 +77,7 @@ class FakeManager(pool_manager_pb2_grpc.PoolManagerServicer):
                 stream_pages=self.total, pages=self.total, split=self.owners > 1,
             ),
             worker_addresses=[worker.address for worker in self.workers],
+            headroom=2048,
             identity=pb.Identity(
                 build="b", checkpoint_digest="c", config_json=CONFIG.read_text(), dtype="f32", kv_dtype="f32",
                 numerics_digest="n", world=len(self.workers), page_rows=PAGE_ROWS,

@@ -36,7 +36,7 @@ class Lab:
     def __init__(self, lanes: int = 1) -> None:
         self.told = Told()
         self.workers = Workers([], 1.0)
-        self.loop = RoundLoop(self.told, self.workers, Composer(64, 256, 128, owners=2), Book(lanes), 256, 64)
+        self.loop = RoundLoop(self.told, self.workers, Composer(64, 256, 128, owners=2), Book(lanes), 256, 64, 2048)
         self.drafts: list = []
 
     def submit(self, c: Conversation, pages: list[int], owner: int = 0, borrowed=()) -> None:

@@ -280,7 +280,7 @@ class Told:
 
 async def test_answers_from_before_parking_do_not_concern_who_waits_again() -> None:
     told = Told()
-    loop = RoundLoop(told, Workers([], 1.0), Composer(64, 256, 64), Book(1), 256, 64)
+    loop = RoundLoop(told, Workers([], 1.0), Composer(64, 256, 64), Book(1), 256, 64, 2048)
     c = conversation(7, 100, -1)
     c.come_back()
     loop.submit(c)
@@ -294,7 +294,7 @@ async def test_answers_from_before_parking_do_not_concern_who_waits_again() -> N
 
 async def test_parking_frees_the_lane_once_and_the_fence_is_the_round_that_frees_it() -> None:
     told = Told()
-    loop = RoundLoop(told, Workers([], 1.0), Composer(64, 256, 64), Book(1), 256, 64)
+    loop = RoundLoop(told, Workers([], 1.0), Composer(64, 256, 64), Book(1), 256, 64, 2048)
     c = conversation(7, 100, -1)
     c.phase, c.parked = Phase.WAITING, 1
     loop.submit(c)
@@ -319,7 +319,7 @@ async def test_parking_frees_the_lane_once_and_the_fence_is_the_round_that_frees
 
 async def test_one_that_is_parked_before_its_first_round_is_back_at_once() -> None:
     told = Told()
-    loop = RoundLoop(told, Workers([], 1.0), Composer(64, 256, 64), Book(1), 256, 64)
+    loop = RoundLoop(told, Workers([], 1.0), Composer(64, 256, 64), Book(1), 256, 64, 2048)
     c = conversation(7, 100, -1)
     c.phase = Phase.WAITING
     loop.submit(c)
