@@ -23,50 +23,67 @@ _sym_db = _symbol_database.Default()
 
 
 from latentpool.v1 import plan_pb2 as latentpool_dot_v1_dot_plan__pb2
+from latentpool.v1 import pool_manager_pb2 as latentpool_dot_v1_dot_pool__manager__pb2
 from latentpool.v1 import rank_worker_pb2 as latentpool_dot_v1_dot_rank__worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elatentpool/v1/pool_admin.proto\x12\rlatentpool.v1\x1a\x18latentpool/v1/plan.proto\x1a\x1flatentpool/v1/rank_worker.proto\"\x10\n\x0eGetPlanRequest\"4\n\x0fGetPlanResponse\x12!\n\x04plan\x18\x01 \x01(\x0b\x32\x13.latentpool.v1.Plan\"\x12\n\x10ListPagesRequest\"\x92\x01\n\x07PageRun\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0e\n\x06stride\x18\x03 \x01(\r\x12%\n\x04kind\x18\x04 \x01(\x0e\x32\x17.latentpool.v1.PageKind\x12\x12\n\x05owner\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0c\x63onversation\x18\x06 \x01(\x04\x42\x08\n\x06_owner\"{\n\x11ListPagesResponse\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x16.latentpool.v1.PageRun\x12\r\n\x05pages\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x11\n\tpage_rows\x18\x05 \x01(\r\"\x1a\n\x18ListConversationsRequest\"\x9d\x02\n\x10\x43onversationInfo\x12\x14\n\x0c\x63onversation\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12/\n\x05state\x18\x03 \x01(\x0e\x32 .latentpool.v1.ConversationState\x12\x0c\n\x04lane\x18\x04 \x01(\r\x12\x12\n\x05owner\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\r\n\x05pages\x18\x07 \x01(\r\x12\r\n\x05quota\x18\x08 \x01(\r\x12\x13\n\x0b\x61ge_seconds\x18\t \x01(\x01\x12\x10\n\x08\x62orrowed\x18\n \x01(\r\x12\x17\n\ncarried_to\x18\x0b \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_ownerB\r\n\x0b_carried_to\"S\n\x19ListConversationsResponse\x12\x36\n\rconversations\x18\x01 \x03(\x0b\x32\x1f.latentpool.v1.ConversationInfo\"\x11\n\x0fGetRanksRequest\"\xfd\x01\n\x08RankInfo\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x14\n\x0cloaded_bytes\x18\x05 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x06 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x07 \x01(\x04\x12\x12\n\nroom_bytes\x18\x08 \x01(\x04\x12\x1d\n\x15heartbeat_age_seconds\x18\t \x01(\x01\x12\x17\n\x0f\x65ngine_progress\x18\n \x01(\x04\x12&\n\x04sent\x18\x0b \x01(\x0b\x32\x18.latentpool.v1.LinkBytes\"\x8b\x01\n\x10GetRanksResponse\x12&\n\x05ranks\x18\x01 \x03(\x0b\x32\x17.latentpool.v1.RankInfo\x12\r\n\x05world\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x0c\n\x04term\x18\x04 \x01(\x04\x12\x13\n\x0bgroup_state\x18\x05 \x01(\t\x12\x0e\n\x06router\x18\x06 \x01(\t\"\x17\n\x15\x43heckIntegrityRequest\";\n\x16\x43heckIntegrityResponse\x12\x12\n\nviolations\x18\x01 \x03(\t\x12\r\n\x05pages\x18\x02 \x01(\r\"B\n\x0c\x43\x61rryRequest\x12\x14\n\x0c\x63onversation\x18\x01 \x01(\x04\x12\x12\n\x05owner\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_owner\"U\n\rCarryResponse\x12\x12\n\nfrom_owner\x18\x01 \x01(\r\x12\x10\n\x08to_owner\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01*\x8f\x01\n\x08PageKind\x12\x19\n\x15PAGE_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0ePAGE_KIND_FREE\x10\x01\x12\x12\n\x0ePAGE_KIND_LIVE\x10\x02\x12\x14\n\x10PAGE_KIND_FENCED\x10\x03\x12\x16\n\x12PAGE_KIND_BORROWED\x10\x04\x12\x12\n\x0ePAGE_KIND_KEPT\x10\x05*\xb8\x01\n\x11\x43onversationState\x12\"\n\x1e\x43ONVERSATION_STATE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43ONVERSATION_STATE_WAITING\x10\x01\x12\x1e\n\x1a\x43ONVERSATION_STATE_RUNNING\x10\x02\x12\x1e\n\x1a\x43ONVERSATION_STATE_PARKING\x10\x03\x12\x1f\n\x1b\x43ONVERSATION_STATE_CARRYING\x10\x04\x32\xfd\x03\n\tPoolAdmin\x12H\n\x07GetPlan\x12\x1d.latentpool.v1.GetPlanRequest\x1a\x1e.latentpool.v1.GetPlanResponse\x12N\n\tListPages\x12\x1f.latentpool.v1.ListPagesRequest\x1a .latentpool.v1.ListPagesResponse\x12\x66\n\x11ListConversations\x12\'.latentpool.v1.ListConversationsRequest\x1a(.latentpool.v1.ListConversationsResponse\x12K\n\x08GetRanks\x12\x1e.latentpool.v1.GetRanksRequest\x1a\x1f.latentpool.v1.GetRanksResponse\x12]\n\x0e\x43heckIntegrity\x12$.latentpool.v1.CheckIntegrityRequest\x1a%.latentpool.v1.CheckIntegrityResponse\x12\x42\n\x05\x43\x61rry\x12\x1b.latentpool.v1.CarryRequest\x1a\x1c.latentpool.v1.CarryResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elatentpool/v1/pool_admin.proto\x12\rlatentpool.v1\x1a\x18latentpool/v1/plan.proto\x1a latentpool/v1/pool_manager.proto\x1a\x1flatentpool/v1/rank_worker.proto\"\x10\n\x0eGetPlanRequest\"4\n\x0fGetPlanResponse\x12!\n\x04plan\x18\x01 \x01(\x0b\x32\x13.latentpool.v1.Plan\"\x12\n\x10ListPagesRequest\"\xb2\x01\n\x07PageRun\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0e\n\x06stride\x18\x03 \x01(\r\x12%\n\x04kind\x18\x04 \x01(\x0e\x32\x17.latentpool.v1.PageKind\x12\x12\n\x05owner\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0c\x63onversation\x18\x06 \x01(\x04\x12\r\n\x05state\x18\x07 \x01(\x04\x12\x0f\n\x07holders\x18\x08 \x01(\rB\x08\n\x06_owner\"{\n\x11ListPagesResponse\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x16.latentpool.v1.PageRun\x12\r\n\x05pages\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x11\n\tpage_rows\x18\x05 \x01(\r\"\x1a\n\x18ListConversationsRequest\"\xd0\x02\n\x10\x43onversationInfo\x12\x14\n\x0c\x63onversation\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12/\n\x05state\x18\x03 \x01(\x0e\x32 .latentpool.v1.ConversationState\x12\x0c\n\x04lane\x18\x04 \x01(\r\x12\x12\n\x05owner\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\r\n\x05pages\x18\x07 \x01(\r\x12\r\n\x05quota\x18\x08 \x01(\r\x12\x13\n\x0b\x61ge_seconds\x18\t \x01(\x01\x12\x10\n\x08\x62orrowed\x18\n \x01(\r\x12\x17\n\ncarried_to\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x0c \x01(\r\x12\x0c\n\x04rows\x18\r \x01(\x04\x12\x0c\n\x04idle\x18\x0e \x01(\x08\x42\x08\n\x06_ownerB\r\n\x0b_carried_to\"S\n\x19ListConversationsResponse\x12\x36\n\rconversations\x18\x01 \x03(\x0b\x32\x1f.latentpool.v1.ConversationInfo\"\x11\n\x0fGetRanksRequest\"\xfd\x01\n\x08RankInfo\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x14\n\x0cloaded_bytes\x18\x05 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x06 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x07 \x01(\x04\x12\x12\n\nroom_bytes\x18\x08 \x01(\x04\x12\x1d\n\x15heartbeat_age_seconds\x18\t \x01(\x01\x12\x17\n\x0f\x65ngine_progress\x18\n \x01(\x04\x12&\n\x04sent\x18\x0b \x01(\x0b\x32\x18.latentpool.v1.LinkBytes\"\x8b\x01\n\x10GetRanksResponse\x12&\n\x05ranks\x18\x01 \x03(\x0b\x32\x17.latentpool.v1.RankInfo\x12\r\n\x05world\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x0c\n\x04term\x18\x04 \x01(\x04\x12\x13\n\x0bgroup_state\x18\x05 \x01(\t\x12\x0e\n\x06router\x18\x06 \x01(\t\"\x17\n\x15\x43heckIntegrityRequest\";\n\x16\x43heckIntegrityResponse\x12\x12\n\nviolations\x18\x01 \x03(\t\x12\r\n\x05pages\x18\x02 \x01(\r\"B\n\x0c\x43\x61rryRequest\x12\x14\n\x0c\x63onversation\x18\x01 \x01(\x04\x12\x12\n\x05owner\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_owner\"U\n\rCarryResponse\x12\x12\n\nfrom_owner\x18\x01 \x01(\r\x12\x10\n\x08to_owner\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\x11\n\x0fListKeptRequest\"\x8c\x02\n\x08KeptInfo\x12\r\n\x05state\x18\x01 \x01(\x04\x12\n\n\x02\x61t\x18\x02 \x01(\r\x12!\n\x04mark\x18\x03 \x01(\x0e\x32\x13.latentpool.v1.Mark\x12\x12\n\x05owner\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x11\n\trow_pages\x18\x05 \x01(\r\x12\x13\n\x0b\x66ixed_pages\x18\x06 \x01(\r\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x13\n\x0b\x61ge_seconds\x18\x08 \x01(\x01\x12\x14\n\x0cidle_seconds\x18\t \x01(\x01\x12\x0c\n\x04hits\x18\n \x01(\x04\x12\x10\n\x08\x65xtended\x18\x0b \x01(\x08\x12\x0e\n\x06pinned\x18\x0c \x01(\x08\x12\x12\n\nrequest_id\x18\r \x01(\tB\x08\n\x06_owner\"\x89\x01\n\x10ListKeptResponse\x12%\n\x04kept\x18\x01 \x03(\x0b\x32\x17.latentpool.v1.KeptInfo\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x03 \x01(\x04\x12)\n\x06\x63ounts\x18\x04 \x01(\x0b\x32\x19.latentpool.v1.KeptCounts\"\xf6\x01\n\nKeptCounts\x12\x0c\n\x04hits\x18\x01 \x01(\x04\x12\x12\n\nhit_tokens\x18\x02 \x01(\x04\x12\x14\n\x0c\x63\x61rried_hits\x18\x03 \x01(\x04\x12\x16\n\x0emisses_unknown\x18\x04 \x01(\x04\x12\x13\n\x0bmisses_room\x18\x05 \x01(\x04\x12\x14\n\x0cmisses_short\x18\x06 \x01(\x04\x12\x0c\n\x04kept\x18\x07 \x01(\x04\x12\x0f\n\x07refused\x18\x08 \x01(\x04\x12\x19\n\x11\x65victed_for_pages\x18\t \x01(\x04\x12\x1a\n\x12\x65victed_for_budget\x18\n \x01(\x04\x12\x17\n\x0f\x65victed_by_hand\x18\x0b \x01(\x04\"\x1e\n\x0c\x45victRequest\x12\x0e\n\x06states\x18\x01 \x03(\x04\" \n\rEvictResponse\x12\x0f\n\x07\x65victed\x18\x01 \x03(\x04\"B\n\x0cWatchRequest\x12\x1d\n\x10interval_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_interval_seconds\"\xe0\x01\n\rWatchResponse\x12/\n\x05pages\x18\x01 \x01(\x0b\x32 .latentpool.v1.ListPagesResponse\x12?\n\rconversations\x18\x02 \x01(\x0b\x32(.latentpool.v1.ListConversationsResponse\x12-\n\x04kept\x18\x03 \x01(\x0b\x32\x1f.latentpool.v1.ListKeptResponse\x12.\n\x05ranks\x18\x04 \x01(\x0b\x32\x1f.latentpool.v1.GetRanksResponse*\x8f\x01\n\x08PageKind\x12\x19\n\x15PAGE_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0ePAGE_KIND_FREE\x10\x01\x12\x12\n\x0ePAGE_KIND_LIVE\x10\x02\x12\x14\n\x10PAGE_KIND_FENCED\x10\x03\x12\x16\n\x12PAGE_KIND_BORROWED\x10\x04\x12\x12\n\x0ePAGE_KIND_KEPT\x10\x05*\xf9\x01\n\x11\x43onversationState\x12\"\n\x1e\x43ONVERSATION_STATE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43ONVERSATION_STATE_WAITING\x10\x01\x12\x1e\n\x1a\x43ONVERSATION_STATE_RUNNING\x10\x02\x12\x1e\n\x1a\x43ONVERSATION_STATE_PARKING\x10\x03\x12\x1f\n\x1b\x43ONVERSATION_STATE_CARRYING\x10\x04\x12\x1e\n\x1a\x43ONVERSATION_STATE_FILLING\x10\x05\x12\x1f\n\x1b\x43ONVERSATION_STATE_DECODING\x10\x06\x32\xd4\x05\n\tPoolAdmin\x12H\n\x07GetPlan\x12\x1d.latentpool.v1.GetPlanRequest\x1a\x1e.latentpool.v1.GetPlanResponse\x12N\n\tListPages\x12\x1f.latentpool.v1.ListPagesRequest\x1a .latentpool.v1.ListPagesResponse\x12\x66\n\x11ListConversations\x12\'.latentpool.v1.ListConversationsRequest\x1a(.latentpool.v1.ListConversationsResponse\x12K\n\x08GetRanks\x12\x1e.latentpool.v1.GetRanksRequest\x1a\x1f.latentpool.v1.GetRanksResponse\x12]\n\x0e\x43heckIntegrity\x12$.latentpool.v1.CheckIntegrityRequest\x1a%.latentpool.v1.CheckIntegrityResponse\x12\x42\n\x05\x43\x61rry\x12\x1b.latentpool.v1.CarryRequest\x1a\x1c.latentpool.v1.CarryResponse\x12K\n\x08ListKept\x12\x1e.latentpool.v1.ListKeptRequest\x1a\x1f.latentpool.v1.ListKeptResponse\x12\x42\n\x05\x45vict\x12\x1b.latentpool.v1.EvictRequest\x1a\x1c.latentpool.v1.EvictResponse\x12\x44\n\x05Watch\x12\x1b.latentpool.v1.WatchRequest\x1a\x1c.latentpool.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'latentpool.v1.pool_admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PAGEKIND']._serialized_start=1534
-  _globals['_PAGEKIND']._serialized_end=1677
-  _globals['_CONVERSATIONSTATE']._serialized_start=1680
-  _globals['_CONVERSATIONSTATE']._serialized_end=1864
-  _globals['_GETPLANREQUEST']._serialized_start=108
-  _globals['_GETPLANREQUEST']._serialized_end=124
-  _globals['_GETPLANRESPONSE']._serialized_start=126
-  _globals['_GETPLANRESPONSE']._serialized_end=178
-  _globals['_LISTPAGESREQUEST']._serialized_start=180
-  _globals['_LISTPAGESREQUEST']._serialized_end=198
-  _globals['_PAGERUN']._serialized_start=201
-  _globals['_PAGERUN']._serialized_end=347
-  _globals['_LISTPAGESRESPONSE']._serialized_start=349
-  _globals['_LISTPAGESRESPONSE']._serialized_end=472
-  _globals['_LISTCONVERSATIONSREQUEST']._serialized_start=474
-  _globals['_LISTCONVERSATIONSREQUEST']._serialized_end=500
-  _globals['_CONVERSATIONINFO']._serialized_start=503
-  _globals['_CONVERSATIONINFO']._serialized_end=788
-  _globals['_LISTCONVERSATIONSRESPONSE']._serialized_start=790
-  _globals['_LISTCONVERSATIONSRESPONSE']._serialized_end=873
-  _globals['_GETRANKSREQUEST']._serialized_start=875
-  _globals['_GETRANKSREQUEST']._serialized_end=892
-  _globals['_RANKINFO']._serialized_start=895
-  _globals['_RANKINFO']._serialized_end=1148
-  _globals['_GETRANKSRESPONSE']._serialized_start=1151
-  _globals['_GETRANKSRESPONSE']._serialized_end=1290
-  _globals['_CHECKINTEGRITYREQUEST']._serialized_start=1292
-  _globals['_CHECKINTEGRITYREQUEST']._serialized_end=1315
-  _globals['_CHECKINTEGRITYRESPONSE']._serialized_start=1317
-  _globals['_CHECKINTEGRITYRESPONSE']._serialized_end=1376
-  _globals['_CARRYREQUEST']._serialized_start=1378
-  _globals['_CARRYREQUEST']._serialized_end=1444
-  _globals['_CARRYRESPONSE']._serialized_start=1446
-  _globals['_CARRYRESPONSE']._serialized_end=1531
-  _globals['_POOLADMIN']._serialized_start=1867
-  _globals['_POOLADMIN']._serialized_end=2376
+  _globals['_PAGEKIND']._serialized_start=2691
+  _globals['_PAGEKIND']._serialized_end=2834
+  _globals['_CONVERSATIONSTATE']._serialized_start=2837
+  _globals['_CONVERSATIONSTATE']._serialized_end=3086
+  _globals['_GETPLANREQUEST']._serialized_start=142
+  _globals['_GETPLANREQUEST']._serialized_end=158
+  _globals['_GETPLANRESPONSE']._serialized_start=160
+  _globals['_GETPLANRESPONSE']._serialized_end=212
+  _globals['_LISTPAGESREQUEST']._serialized_start=214
+  _globals['_LISTPAGESREQUEST']._serialized_end=232
+  _globals['_PAGERUN']._serialized_start=235
+  _globals['_PAGERUN']._serialized_end=413
+  _globals['_LISTPAGESRESPONSE']._serialized_start=415
+  _globals['_LISTPAGESRESPONSE']._serialized_end=538
+  _globals['_LISTCONVERSATIONSREQUEST']._serialized_start=540
+  _globals['_LISTCONVERSATIONSREQUEST']._serialized_end=566
+  _globals['_CONVERSATIONINFO']._serialized_start=569
+  _globals['_CONVERSATIONINFO']._serialized_end=905
+  _globals['_LISTCONVERSATIONSRESPONSE']._serialized_start=907
+  _globals['_LISTCONVERSATIONSRESPONSE']._serialized_end=990
+  _globals['_GETRANKSREQUEST']._serialized_start=992
+  _globals['_GETRANKSREQUEST']._serialized_end=1009
+  _globals['_RANKINFO']._serialized_start=1012
+  _globals['_RANKINFO']._serialized_end=1265
+  _globals['_GETRANKSRESPONSE']._serialized_start=1268
+  _globals['_GETRANKSRESPONSE']._serialized_end=1407
+  _globals['_CHECKINTEGRITYREQUEST']._serialized_start=1409
+  _globals['_CHECKINTEGRITYREQUEST']._serialized_end=1432
+  _globals['_CHECKINTEGRITYRESPONSE']._serialized_start=1434
+  _globals['_CHECKINTEGRITYRESPONSE']._serialized_end=1493
+  _globals['_CARRYREQUEST']._serialized_start=1495
+  _globals['_CARRYREQUEST']._serialized_end=1561
+  _globals['_CARRYRESPONSE']._serialized_start=1563
+  _globals['_CARRYRESPONSE']._serialized_end=1648
+  _globals['_LISTKEPTREQUEST']._serialized_start=1650
+  _globals['_LISTKEPTREQUEST']._serialized_end=1667
+  _globals['_KEPTINFO']._serialized_start=1670
+  _globals['_KEPTINFO']._serialized_end=1938
+  _globals['_LISTKEPTRESPONSE']._serialized_start=1941
+  _globals['_LISTKEPTRESPONSE']._serialized_end=2078
+  _globals['_KEPTCOUNTS']._serialized_start=2081
+  _globals['_KEPTCOUNTS']._serialized_end=2327
+  _globals['_EVICTREQUEST']._serialized_start=2329
+  _globals['_EVICTREQUEST']._serialized_end=2359
+  _globals['_EVICTRESPONSE']._serialized_start=2361
+  _globals['_EVICTRESPONSE']._serialized_end=2393
+  _globals['_WATCHREQUEST']._serialized_start=2395
+  _globals['_WATCHREQUEST']._serialized_end=2461
+  _globals['_WATCHRESPONSE']._serialized_start=2464
+  _globals['_WATCHRESPONSE']._serialized_end=2688
+  _globals['_POOLADMIN']._serialized_start=3089
+  _globals['_POOLADMIN']._serialized_end=3813
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from latentpool.v1 import plan_pb2 as _plan_pb2
+from latentpool.v1 import pool_manager_pb2 as _pool_manager_pb2
 from latentpool.v1 import rank_worker_pb2 as _rank_worker_pb2
 import builtins as _builtins
 import sys
@@ -59,6 +60,9 @@ class _ConversationStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Con
     """It gives its pages to others, and will come back."""
     CONVERSATION_STATE_CARRYING: _ConversationState.ValueType  # 4
     """Its rows are on their way to another owner."""
+    CONVERSATION_STATE_FILLING: _ConversationState.ValueType  # 5
+    """Running, and more exactly:"""
+    CONVERSATION_STATE_DECODING: _ConversationState.ValueType  # 6
 
 class ConversationState(_ConversationState, metaclass=_ConversationStateEnumTypeWrapper): ...
 
@@ -69,6 +73,9 @@ CONVERSATION_STATE_PARKING: ConversationState.ValueType  # 3
 """It gives its pages to others, and will come back."""
 CONVERSATION_STATE_CARRYING: ConversationState.ValueType  # 4
 """Its rows are on their way to another owner."""
+CONVERSATION_STATE_FILLING: ConversationState.ValueType  # 5
+"""Running, and more exactly:"""
+CONVERSATION_STATE_DECODING: ConversationState.ValueType  # 6
 Global___ConversationState: _TypeAlias = ConversationState  # noqa: Y015
 
 @_typing.final
@@ -133,6 +140,8 @@ class PageRun(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     first: _builtins.int
     count: _builtins.int
     stride: _builtins.int
@@ -141,6 +150,11 @@ class PageRun(_message.Message):
     owner: _builtins.int
     """The rank that holds the latent rows; every rank does in a replicated group."""
     conversation: _builtins.int
+    """The live or borrowing conversation that holds it (one of them, where several share it); 0: none."""
+    state: _builtins.int
+    """The kept state that holds it (one of them); 0: none. A page with both is shared."""
+    holders: _builtins.int
+    """Holders: conversations and kept states."""
     def __init__(
         self,
         *,
@@ -150,10 +164,12 @@ class PageRun(_message.Message):
         kind: Global___PageKind.ValueType = ...,
         owner: _builtins.int | None = ...,
         conversation: _builtins.int = ...,
+        state: _builtins.int = ...,
+        holders: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "conversation", b"conversation", "count", b"count", "first", b"first", "kind", b"kind", "owner", b"owner", "stride", b"stride"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "conversation", b"conversation", "count", b"count", "first", b"first", "holders", b"holders", "kind", b"kind", "owner", b"owner", "state", b"state", "stride", b"stride"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__owner: _TypeAlias = _typing.Literal["owner"]  # noqa: Y015
     _WhichOneofArgType__owner: _TypeAlias = _typing.Literal["_owner", b"_owner"]  # noqa: Y015
@@ -223,6 +239,9 @@ class ConversationInfo(_message.Message):
     AGE_SECONDS_FIELD_NUMBER: _builtins.int
     BORROWED_FIELD_NUMBER: _builtins.int
     CARRIED_TO_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     conversation: _builtins.int
     request_id: _builtins.str
     state: Global___ConversationState.ValueType
@@ -236,6 +255,12 @@ class ConversationInfo(_message.Message):
     """Pages of other owners that it borrows for its fill."""
     carried_to: _builtins.int
     """Where it is being carried to."""
+    cached_tokens: _builtins.int
+    """Prompt tokens that were resumed instead of computed."""
+    rows: _builtins.int
+    """Rows computed so far, as last reported."""
+    idle: _builtins.bool
+    """It computes a reply's tokens to keep their state; nobody waits for it."""
     def __init__(
         self,
         *,
@@ -250,10 +275,13 @@ class ConversationInfo(_message.Message):
         age_seconds: _builtins.float = ...,
         borrowed: _builtins.int = ...,
         carried_to: _builtins.int | None = ...,
+        cached_tokens: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        idle: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_carried_to", b"_carried_to", "_owner", b"_owner", "carried_to", b"carried_to", "owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_carried_to", b"_carried_to", "_owner", b"_owner", "age_seconds", b"age_seconds", "borrowed", b"borrowed", "carried_to", b"carried_to", "conversation", b"conversation", "lane", b"lane", "owner", b"owner", "pages", b"pages", "prompt_tokens", b"prompt_tokens", "quota", b"quota", "request_id", b"request_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_carried_to", b"_carried_to", "_owner", b"_owner", "age_seconds", b"age_seconds", "borrowed", b"borrowed", "cached_tokens", b"cached_tokens", "carried_to", b"carried_to", "conversation", b"conversation", "idle", b"idle", "lane", b"lane", "owner", b"owner", "pages", b"pages", "prompt_tokens", b"prompt_tokens", "quota", b"quota", "request_id", b"request_id", "rows", b"rows", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__carried_to: _TypeAlias = _typing.Literal["carried_to"]  # noqa: Y015
     _WhichOneofArgType__carried_to: _TypeAlias = _typing.Literal["_carried_to", b"_carried_to"]  # noqa: Y015
@@ -483,3 +511,260 @@ class CarryResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CarryResponse: _TypeAlias = CarryResponse  # noqa: Y015
+
+@_typing.final
+class ListKeptRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListKeptRequest: _TypeAlias = ListKeptRequest  # noqa: Y015
+
+@_typing.final
+class KeptInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    MARK_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    ROW_PAGES_FIELD_NUMBER: _builtins.int
+    FIXED_PAGES_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    EXTENDED_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    state: _builtins.int
+    at: _builtins.int
+    """Tokens it holds."""
+    mark: _pool_manager_pb2.Mark.ValueType
+    owner: _builtins.int
+    """The rank that keeps the latent rows; every rank does in a group that is not split."""
+    row_pages: _builtins.int
+    """Pages of rows, and pages of what is fixed, over all ranks."""
+    fixed_pages: _builtins.int
+    bytes: _builtins.int
+    """Bytes that eviction would bring back, over all ranks."""
+    age_seconds: _builtins.float
+    idle_seconds: _builtins.float
+    """Since it was last resumed or kept."""
+    hits: _builtins.int
+    extended: _builtins.bool
+    """A later state holds it and more."""
+    pinned: _builtins.bool
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        state: _builtins.int = ...,
+        at: _builtins.int = ...,
+        mark: _pool_manager_pb2.Mark.ValueType = ...,
+        owner: _builtins.int | None = ...,
+        row_pages: _builtins.int = ...,
+        fixed_pages: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        age_seconds: _builtins.float = ...,
+        idle_seconds: _builtins.float = ...,
+        hits: _builtins.int = ...,
+        extended: _builtins.bool = ...,
+        pinned: _builtins.bool = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "owner", b"owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "age_seconds", b"age_seconds", "at", b"at", "bytes", b"bytes", "extended", b"extended", "fixed_pages", b"fixed_pages", "hits", b"hits", "idle_seconds", b"idle_seconds", "mark", b"mark", "owner", b"owner", "pinned", b"pinned", "request_id", b"request_id", "row_pages", b"row_pages", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__owner: _TypeAlias = _typing.Literal["owner"]  # noqa: Y015
+    _WhichOneofArgType__owner: _TypeAlias = _typing.Literal["_owner", b"_owner"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__owner) -> _WhichOneofReturnType__owner | None: ...
+
+Global___KeptInfo: _TypeAlias = KeptInfo  # noqa: Y015
+
+@_typing.final
+class ListKeptResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEPT_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    """Bytes a rank that kept states take and may take."""
+    budget_bytes: _builtins.int
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptInfo]: ...
+    @_builtins.property
+    def counts(self) -> Global___KeptCounts: ...
+    def __init__(
+        self,
+        *,
+        kept: _abc.Iterable[Global___KeptInfo] | None = ...,
+        bytes: _builtins.int = ...,
+        budget_bytes: _builtins.int = ...,
+        counts: Global___KeptCounts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "bytes", b"bytes", "counts", b"counts", "kept", b"kept"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListKeptResponse: _TypeAlias = ListKeptResponse  # noqa: Y015
+
+@_typing.final
+class KeptCounts(_message.Message):
+    """Since the term began."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HITS_FIELD_NUMBER: _builtins.int
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    CARRIED_HITS_FIELD_NUMBER: _builtins.int
+    MISSES_UNKNOWN_FIELD_NUMBER: _builtins.int
+    MISSES_ROOM_FIELD_NUMBER: _builtins.int
+    MISSES_SHORT_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    EVICTED_FOR_PAGES_FIELD_NUMBER: _builtins.int
+    EVICTED_FOR_BUDGET_FIELD_NUMBER: _builtins.int
+    EVICTED_BY_HAND_FIELD_NUMBER: _builtins.int
+    hits: _builtins.int
+    hit_tokens: _builtins.int
+    carried_hits: _builtins.int
+    misses_unknown: _builtins.int
+    """Lookups that resumed nothing: no state is a prefix; one is, but no rank had room; it is too short to be carried."""
+    misses_room: _builtins.int
+    misses_short: _builtins.int
+    kept: _builtins.int
+    refused: _builtins.int
+    evicted_for_pages: _builtins.int
+    evicted_for_budget: _builtins.int
+    evicted_by_hand: _builtins.int
+    def __init__(
+        self,
+        *,
+        hits: _builtins.int = ...,
+        hit_tokens: _builtins.int = ...,
+        carried_hits: _builtins.int = ...,
+        misses_unknown: _builtins.int = ...,
+        misses_room: _builtins.int = ...,
+        misses_short: _builtins.int = ...,
+        kept: _builtins.int = ...,
+        refused: _builtins.int = ...,
+        evicted_for_pages: _builtins.int = ...,
+        evicted_for_budget: _builtins.int = ...,
+        evicted_by_hand: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried_hits", b"carried_hits", "evicted_by_hand", b"evicted_by_hand", "evicted_for_budget", b"evicted_for_budget", "evicted_for_pages", b"evicted_for_pages", "hit_tokens", b"hit_tokens", "hits", b"hits", "kept", b"kept", "misses_room", b"misses_room", "misses_short", b"misses_short", "misses_unknown", b"misses_unknown", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptCounts: _TypeAlias = KeptCounts  # noqa: Y015
+
+@_typing.final
+class EvictRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Empty: all that are not in use."""
+
+    def __init__(
+        self,
+        *,
+        states: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictRequest: _TypeAlias = EvictRequest  # noqa: Y015
+
+@_typing.final
+class EvictResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVICTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        evicted: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictResponse: _TypeAlias = EvictResponse  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
+    interval_seconds: _builtins.float
+    """At least 0.2; absent: 1."""
+    def __init__(
+        self,
+        *,
+        interval_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_interval_seconds", b"_interval_seconds", "interval_seconds", b"interval_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_interval_seconds", b"_interval_seconds", "interval_seconds", b"interval_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__interval_seconds: _TypeAlias = _typing.Literal["interval_seconds"]  # noqa: Y015
+    _WhichOneofArgType__interval_seconds: _TypeAlias = _typing.Literal["_interval_seconds", b"_interval_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__interval_seconds) -> _WhichOneofReturnType__interval_seconds | None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class WatchResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGES_FIELD_NUMBER: _builtins.int
+    CONVERSATIONS_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pages(self) -> Global___ListPagesResponse: ...
+    @_builtins.property
+    def conversations(self) -> Global___ListConversationsResponse: ...
+    @_builtins.property
+    def kept(self) -> Global___ListKeptResponse: ...
+    @_builtins.property
+    def ranks(self) -> Global___GetRanksResponse: ...
+    def __init__(
+        self,
+        *,
+        pages: Global___ListPagesResponse | None = ...,
+        conversations: Global___ListConversationsResponse | None = ...,
+        kept: Global___ListKeptResponse | None = ...,
+        ranks: Global___GetRanksResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "kept", b"kept", "pages", b"pages", "ranks", b"ranks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "kept", b"kept", "pages", b"pages", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015

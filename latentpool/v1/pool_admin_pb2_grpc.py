@@ -64,6 +64,21 @@ class PoolAdminStub:
                 request_serializer=latentpool_dot_v1_dot_pool__admin__pb2.CarryRequest.SerializeToString,
                 response_deserializer=latentpool_dot_v1_dot_pool__admin__pb2.CarryResponse.FromString,
                 _registered_method=True)
+        self.ListKept = channel.unary_unary(
+                '/latentpool.v1.PoolAdmin/ListKept',
+                request_serializer=latentpool_dot_v1_dot_pool__admin__pb2.ListKeptRequest.SerializeToString,
+                response_deserializer=latentpool_dot_v1_dot_pool__admin__pb2.ListKeptResponse.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/latentpool.v1.PoolAdmin/Evict',
+                request_serializer=latentpool_dot_v1_dot_pool__admin__pb2.EvictRequest.SerializeToString,
+                response_deserializer=latentpool_dot_v1_dot_pool__admin__pb2.EvictResponse.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/latentpool.v1.PoolAdmin/Watch',
+                request_serializer=latentpool_dot_v1_dot_pool__admin__pb2.WatchRequest.SerializeToString,
+                response_deserializer=latentpool_dot_v1_dot_pool__admin__pb2.WatchResponse.FromString,
+                _registered_method=True)
 
 
 class PoolAdminServicer:
@@ -107,6 +122,26 @@ class PoolAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListKept(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Evicts kept states, and answers once their pages are on the way back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """Everything that `latentpool top` shows, again and again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,6 +174,21 @@ def add_PoolAdminServicer_to_server(servicer, server):
                     servicer.Carry,
                     request_deserializer=latentpool_dot_v1_dot_pool__admin__pb2.CarryRequest.FromString,
                     response_serializer=latentpool_dot_v1_dot_pool__admin__pb2.CarryResponse.SerializeToString,
+            ),
+            'ListKept': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListKept,
+                    request_deserializer=latentpool_dot_v1_dot_pool__admin__pb2.ListKeptRequest.FromString,
+                    response_serializer=latentpool_dot_v1_dot_pool__admin__pb2.ListKeptResponse.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=latentpool_dot_v1_dot_pool__admin__pb2.EvictRequest.FromString,
+                    response_serializer=latentpool_dot_v1_dot_pool__admin__pb2.EvictResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=latentpool_dot_v1_dot_pool__admin__pb2.WatchRequest.FromString,
+                    response_serializer=latentpool_dot_v1_dot_pool__admin__pb2.WatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -303,6 +353,87 @@ class PoolAdmin:
             '/latentpool.v1.PoolAdmin/Carry',
             latentpool_dot_v1_dot_pool__admin__pb2.CarryRequest.SerializeToString,
             latentpool_dot_v1_dot_pool__admin__pb2.CarryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListKept(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/latentpool.v1.PoolAdmin/ListKept',
+            latentpool_dot_v1_dot_pool__admin__pb2.ListKeptRequest.SerializeToString,
+            latentpool_dot_v1_dot_pool__admin__pb2.ListKeptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/latentpool.v1.PoolAdmin/Evict',
+            latentpool_dot_v1_dot_pool__admin__pb2.EvictRequest.SerializeToString,
+            latentpool_dot_v1_dot_pool__admin__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/latentpool.v1.PoolAdmin/Watch',
+            latentpool_dot_v1_dot_pool__admin__pb2.WatchRequest.SerializeToString,
+            latentpool_dot_v1_dot_pool__admin__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,11 @@ class PoolAdminStub:
     """Proves the books: every id is free, leased or fenced exactly as the refcounts say."""
     Carry: _grpc.UnaryUnaryMultiCallable[_pool_admin_pb2.CarryRequest, _pool_admin_pb2.CarryResponse]
     """Moves a running conversation to another owner, and answers once it is there."""
+    ListKept: _grpc.UnaryUnaryMultiCallable[_pool_admin_pb2.ListKeptRequest, _pool_admin_pb2.ListKeptResponse]
+    Evict: _grpc.UnaryUnaryMultiCallable[_pool_admin_pb2.EvictRequest, _pool_admin_pb2.EvictResponse]
+    """Evicts kept states, and answers once their pages are on the way back."""
+    Watch: _grpc.UnaryStreamMultiCallable[_pool_admin_pb2.WatchRequest, _pool_admin_pb2.WatchResponse]
+    """Everything that `latentpool top` shows, again and again."""
 
 @_typing.type_check_only
 class PoolAdminAsyncStub(PoolAdminStub):
@@ -51,6 +56,11 @@ class PoolAdminAsyncStub(PoolAdminStub):
     """Proves the books: every id is free, leased or fenced exactly as the refcounts say."""
     Carry: _aio.UnaryUnaryMultiCallable[_pool_admin_pb2.CarryRequest, _pool_admin_pb2.CarryResponse]  # type: ignore[assignment]
     """Moves a running conversation to another owner, and answers once it is there."""
+    ListKept: _aio.UnaryUnaryMultiCallable[_pool_admin_pb2.ListKeptRequest, _pool_admin_pb2.ListKeptResponse]  # type: ignore[assignment]
+    Evict: _aio.UnaryUnaryMultiCallable[_pool_admin_pb2.EvictRequest, _pool_admin_pb2.EvictResponse]  # type: ignore[assignment]
+    """Evicts kept states, and answers once their pages are on the way back."""
+    Watch: _aio.UnaryStreamMultiCallable[_pool_admin_pb2.WatchRequest, _pool_admin_pb2.WatchResponse]  # type: ignore[assignment]
+    """Everything that `latentpool top` shows, again and again."""
 
 class PoolAdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -96,5 +106,28 @@ class PoolAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pool_admin_pb2.CarryResponse, _abc.Awaitable[_pool_admin_pb2.CarryResponse]]:
         """Moves a running conversation to another owner, and answers once it is there."""
+
+    @_abc_1.abstractmethod
+    def ListKept(
+        self,
+        request: _pool_admin_pb2.ListKeptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_admin_pb2.ListKeptResponse, _abc.Awaitable[_pool_admin_pb2.ListKeptResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Evict(
+        self,
+        request: _pool_admin_pb2.EvictRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_admin_pb2.EvictResponse, _abc.Awaitable[_pool_admin_pb2.EvictResponse]]:
+        """Evicts kept states, and answers once their pages are on the way back."""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _pool_admin_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_pool_admin_pb2.WatchResponse], _abc.AsyncIterator[_pool_admin_pb2.WatchResponse]]:
+        """Everything that `latentpool top` shows, again and again."""
 
 def add_PoolAdminServicer_to_server(servicer: PoolAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from latentpool.v1 import plan_pb2 as _plan_pb2
 from latentpool.v1 import rank_worker_pb2 as _rank_worker_pb2
 import builtins as _builtins
@@ -19,6 +20,36 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Mark:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MarkEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Mark.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MARK_UNSPECIFIED: _Mark.ValueType  # 0
+    MARK_HISTORY: _Mark.ValueType  # 1
+    """The end of a prompt."""
+    MARK_REWIND: _Mark.ValueType  # 2
+    """Just before the newest user message."""
+    MARK_SHARED: _Mark.ValueType  # 3
+    """Where prompts part that begin alike."""
+    MARK_REPLY: _Mark.ValueType  # 4
+    """The end of a reply, computed again as part of a prompt."""
+
+class Mark(_Mark, metaclass=_MarkEnumTypeWrapper):
+    """Why a state was kept."""
+
+MARK_UNSPECIFIED: Mark.ValueType  # 0
+MARK_HISTORY: Mark.ValueType  # 1
+"""The end of a prompt."""
+MARK_REWIND: Mark.ValueType  # 2
+"""Just before the newest user message."""
+MARK_SHARED: Mark.ValueType  # 3
+"""Where prompts part that begin alike."""
+MARK_REPLY: Mark.ValueType  # 4
+"""The end of a reply, computed again as part of a prompt."""
+Global___Mark: _TypeAlias = Mark  # noqa: Y015
 
 @_typing.final
 class JoinRequest(_message.Message):
@@ -426,6 +457,11 @@ class SessionRequest(_message.Message):
     MISMATCH_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
     CARRIED_FIELD_NUMBER: _builtins.int
+    ASK_KEEP_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Chosen by the router, unique in a term: a repeat is answered with the first answer."""
     @_builtins.property
@@ -444,6 +480,16 @@ class SessionRequest(_message.Message):
     def released(self) -> Global___Released: ...
     @_builtins.property
     def carried(self) -> Global___Carried: ...
+    @_builtins.property
+    def ask_keep(self) -> Global___AskKeep: ...
+    @_builtins.property
+    def kept(self) -> Global___Kept: ...
+    @_builtins.property
+    def resumed(self) -> Global___Resumed: ...
+    @_builtins.property
+    def forgotten(self) -> Global___Forgotten: ...
+    @_builtins.property
+    def report(self) -> Global___Report: ...
     def __init__(
         self,
         *,
@@ -456,12 +502,17 @@ class SessionRequest(_message.Message):
         mismatch: Global___ReportMismatch | None = ...,
         released: Global___Released | None = ...,
         carried: Global___Carried | None = ...,
+        ask_keep: Global___AskKeep | None = ...,
+        kept: Global___Kept | None = ...,
+        resumed: Global___Resumed | None = ...,
+        forgotten: Global___Forgotten | None = ...,
+        report: Global___Report | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "answered", b"answered", "carried", b"carried", "extend", b"extend", "finish", b"finish", "message", b"message", "mismatch", b"mismatch", "open", b"open", "released", b"released"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "answered", b"answered", "ask_keep", b"ask_keep", "carried", b"carried", "extend", b"extend", "finish", b"finish", "forgotten", b"forgotten", "kept", b"kept", "message", b"message", "mismatch", b"mismatch", "open", b"open", "released", b"released", "report", b"report", "resumed", b"resumed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "answered", b"answered", "carried", b"carried", "extend", b"extend", "finish", b"finish", "key", b"key", "message", b"message", "mismatch", b"mismatch", "open", b"open", "released", b"released"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "answered", b"answered", "ask_keep", b"ask_keep", "carried", b"carried", "extend", b"extend", "finish", b"finish", "forgotten", b"forgotten", "kept", b"kept", "key", b"key", "message", b"message", "mismatch", b"mismatch", "open", b"open", "released", b"released", "report", b"report", "resumed", b"resumed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "admit", "extend", "finish", "answered", "mismatch", "released", "carried"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "admit", "extend", "finish", "answered", "mismatch", "released", "carried", "ask_keep", "kept", "resumed", "forgotten", "report"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -480,6 +531,7 @@ class SessionResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     EPOCH_ENDED_FIELD_NUMBER: _builtins.int
     ORDERS_FIELD_NUMBER: _builtins.int
+    KEEP_ANSWER_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     @_builtins.property
     def challenge(self) -> Global___Challenge: ...
@@ -499,6 +551,8 @@ class SessionResponse(_message.Message):
     def orders(self) -> Global___Orders:
         """Comes unasked, with key 0."""
 
+    @_builtins.property
+    def keep_answer(self) -> Global___KeepAnswer: ...
     def __init__(
         self,
         *,
@@ -511,12 +565,13 @@ class SessionResponse(_message.Message):
         finished: Global___Finished | None = ...,
         epoch_ended: Global___EpochEnded | None = ...,
         orders: Global___Orders | None = ...,
+        keep_answer: Global___KeepAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "challenge", b"challenge", "epoch_ended", b"epoch_ended", "extended", b"extended", "finished", b"finished", "granted", b"granted", "message", b"message", "orders", b"orders", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "challenge", b"challenge", "epoch_ended", b"epoch_ended", "extended", b"extended", "finished", b"finished", "granted", b"granted", "keep_answer", b"keep_answer", "message", b"message", "orders", b"orders", "refused", b"refused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "challenge", b"challenge", "epoch_ended", b"epoch_ended", "extended", b"extended", "finished", b"finished", "granted", b"granted", "key", b"key", "message", b"message", "orders", b"orders", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "challenge", b"challenge", "epoch_ended", b"epoch_ended", "extended", b"extended", "finished", b"finished", "granted", b"granted", "keep_answer", b"keep_answer", "key", b"key", "message", b"message", "orders", b"orders", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["challenge", "granted", "admitted", "refused", "extended", "finished", "epoch_ended", "orders"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["challenge", "granted", "admitted", "refused", "extended", "finished", "epoch_ended", "orders", "keep_answer"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -610,6 +665,8 @@ class Admit(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     BACKGROUND_FIELD_NUMBER: _builtins.int
     RETURNING_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     conversation: _builtins.int
     lane: _builtins.int
     prompt_tokens: _builtins.int
@@ -621,6 +678,13 @@ class Admit(_message.Message):
     """It was parked and comes back: it waits at the head of its class. prompt_tokens counts all its tokens so far, and
     max_tokens those that may still come.
     """
+    blocks: _builtins.bytes
+    """Chained digests, 16 bytes each, of the complete blocks of 64 tokens of the prompt, within the scope of its caller; the
+    last one leaves at least one prompt token to run. A kept state that ends a prefix of these blocks may be resumed, and
+    states of this conversation are kept under them. Empty: nothing is looked up or kept.
+    """
+    idle: _builtins.bool
+    """A conversation that nobody waits for: it computes a reply's tokens to keep their state, and gives way to everybody."""
     def __init__(
         self,
         *,
@@ -631,10 +695,12 @@ class Admit(_message.Message):
         request_id: _builtins.str = ...,
         background: _builtins.bool = ...,
         returning: _builtins.bool = ...,
+        blocks: _builtins.bytes = ...,
+        idle: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "background", b"background", "conversation", b"conversation", "lane", b"lane", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "returning", b"returning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "background", b"background", "blocks", b"blocks", "conversation", b"conversation", "idle", b"idle", "lane", b"lane", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "returning", b"returning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -652,9 +718,13 @@ class Admitted(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     QUOTA_FIELD_NUMBER: _builtins.int
     BORROWED_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    SHARED_PREFIX_FIELD_NUMBER: _builtins.int
     owner: _builtins.int
     quota: _builtins.int
     """Pages reserved for it in all; more are taken from what nobody has reserved."""
+    shared_prefix: _builtins.int
+    """Tokens of the longest prefix, in whole blocks, that earlier prompts had too and that no state ends; 0: none."""
     @_builtins.property
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Page ids of slots 0, 1, ... that are mapped at once."""
@@ -665,6 +735,12 @@ class Admitted(_message.Message):
         owner, ascending ranks. May cover fewer slots than the prompt, or none.
         """
 
+    @_builtins.property
+    def resume(self) -> Global___Resumable:
+        """The kept state it goes on from, if any. Its pages come first in `pages`; where it must be carried first, `pages` are the
+        state's alone, `owner` is the state's owner, and a CarryOrder follows.
+        """
+
     def __init__(
         self,
         *,
@@ -672,14 +748,222 @@ class Admitted(_message.Message):
         pages: _abc.Iterable[_builtins.int] | None = ...,
         quota: _builtins.int = ...,
         borrowed: _abc.Iterable[_builtins.int] | None = ...,
+        resume: Global___Resumable | None = ...,
+        shared_prefix: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "resume", b"resume"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "borrowed", b"borrowed", "owner", b"owner", "pages", b"pages", "quota", b"quota", "resume", b"resume", "shared_prefix", b"shared_prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
+    _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
+
+Global___Admitted: _TypeAlias = Admitted  # noqa: Y015
+
+@_typing.final
+class Resumable(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    MARK_FIELD_NUMBER: _builtins.int
+    state: _builtins.int
+    at: _builtins.int
+    """Tokens it holds, a multiple of 64."""
+    mark: Global___Mark.ValueType
+    def __init__(
+        self,
+        *,
+        state: _builtins.int = ...,
+        at: _builtins.int = ...,
+        mark: Global___Mark.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["borrowed", b"borrowed", "owner", b"owner", "pages", b"pages", "quota", b"quota"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "mark", b"mark", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Admitted: _TypeAlias = Admitted  # noqa: Y015
+Global___Resumable: _TypeAlias = Resumable  # noqa: Y015
+
+@_typing.final
+class AskKeep(_message.Message):
+    """May the conversation's state be kept at `at` tokens, a multiple of 64 that it has reached or is about to reach?"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    MARK_FIELD_NUMBER: _builtins.int
+    conversation: _builtins.int
+    at: _builtins.int
+    mark: Global___Mark.ValueType
+    def __init__(
+        self,
+        *,
+        conversation: _builtins.int = ...,
+        at: _builtins.int = ...,
+        mark: Global___Mark.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "conversation", b"conversation", "mark", b"mark"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AskKeep: _TypeAlias = AskKeep  # noqa: Y015
+
+@_typing.final
+class KeepAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    state: _builtins.int
+    """0: no, for `reason`."""
+    reason: _builtins.str
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For Keep.pages. They belong to the state from now on, with the conversation's pages up to `at`."""
+
+    def __init__(
+        self,
+        *,
+        state: _builtins.int = ...,
+        pages: _abc.Iterable[_builtins.int] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepAnswer: _TypeAlias = KeepAnswer  # noqa: Y015
+
+@_typing.final
+class Kept(_message.Message):
+    """The round that keeps the state is sent: it can be resumed. Not replied to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    state: _builtins.int
+    def __init__(
+        self,
+        *,
+        state: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Kept: _TypeAlias = Kept  # noqa: Y015
+
+@_typing.final
+class Resumed(_message.Message):
+    """The round that resumes a conversation's state is sent: the state may be evicted once rounds up to fence_seq are answered.
+    Not replied to; a repeat, or one after Finish, does nothing.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    FENCE_SEQ_FIELD_NUMBER: _builtins.int
+    conversation: _builtins.int
+    fence_seq: _builtins.int
+    def __init__(
+        self,
+        *,
+        conversation: _builtins.int = ...,
+        fence_seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "fence_seq", b"fence_seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resumed: _TypeAlias = Resumed  # noqa: Y015
+
+@_typing.final
+class Forgotten(_message.Message):
+    """States are forgotten by the workers, or were granted and never kept: their pages are free, where nobody else holds them,
+    once rounds up to fence_seq are answered. Not replied to.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATES_FIELD_NUMBER: _builtins.int
+    FENCE_SEQ_FIELD_NUMBER: _builtins.int
+    fence_seq: _builtins.int
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        states: _abc.Iterable[_builtins.int] | None = ...,
+        fence_seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence_seq", b"fence_seq", "states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Forgotten: _TypeAlias = Forgotten  # noqa: Y015
+
+@_typing.final
+class Report(_message.Message):
+    """What running conversations do, for operators. Sent when something changed, at most twice a second. Not replied to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___Progress]: ...
+    def __init__(
+        self,
+        *,
+        progress: _abc.Iterable[Global___Progress] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    DECODING_FIELD_NUMBER: _builtins.int
+    conversation: _builtins.int
+    rows: _builtins.int
+    """Rows sent."""
+    decoding: _builtins.bool
+    def __init__(
+        self,
+        *,
+        conversation: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        decoding: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "decoding", b"decoding", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class Refused(_message.Message):
@@ -909,21 +1193,27 @@ class Orders(_message.Message):
 
     RECALL_FIELD_NUMBER: _builtins.int
     CARRY_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def recall(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Conversations that must release their borrowed pages: their fills go on by fetching."""
 
     @_builtins.property
     def carry(self) -> _containers.RepeatedCompositeFieldContainer[Global___CarryOrder]: ...
+    @_builtins.property
+    def forget(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Kept states that must be forgotten by the workers."""
+
     def __init__(
         self,
         *,
         recall: _abc.Iterable[_builtins.int] | None = ...,
         carry: _abc.Iterable[Global___CarryOrder] | None = ...,
+        forget: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carry", b"carry", "recall", b"recall"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carry", b"carry", "forget", b"forget", "recall", b"recall"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -212,6 +212,9 @@ class Operation(_message.Message):
     BORROW_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     CARRY_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def bind(self) -> Global___Bind: ...
     @_builtins.property
@@ -230,6 +233,12 @@ class Operation(_message.Message):
     def release(self) -> Global___Release: ...
     @_builtins.property
     def carry(self) -> Global___Carry: ...
+    @_builtins.property
+    def keep(self) -> Global___Keep: ...
+    @_builtins.property
+    def resume(self) -> Global___Resume: ...
+    @_builtins.property
+    def forget(self) -> Global___Forget: ...
     def __init__(
         self,
         *,
@@ -242,12 +251,15 @@ class Operation(_message.Message):
         borrow: Global___Borrow | None = ...,
         release: Global___Release | None = ...,
         carry: Global___Carry | None = ...,
+        keep: Global___Keep | None = ...,
+        resume: Global___Resume | None = ...,
+        forget: Global___Forget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "borrow", b"borrow", "carry", b"carry", "decode", b"decode", "free", b"free", "operation", b"operation", "ping", b"ping", "prompt", b"prompt", "release", b"release", "table", b"table"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "borrow", b"borrow", "carry", b"carry", "decode", b"decode", "forget", b"forget", "free", b"free", "keep", b"keep", "operation", b"operation", "ping", b"ping", "prompt", b"prompt", "release", b"release", "resume", b"resume", "table", b"table"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "borrow", b"borrow", "carry", b"carry", "decode", b"decode", "free", b"free", "operation", b"operation", "ping", b"ping", "prompt", b"prompt", "release", b"release", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "borrow", b"borrow", "carry", b"carry", "decode", b"decode", "forget", b"forget", "free", b"free", "keep", b"keep", "operation", b"operation", "ping", b"ping", "prompt", b"prompt", "release", b"release", "resume", b"resume", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["bind", "table", "prompt", "decode", "free", "ping", "borrow", "release", "carry"]  # noqa: Y015
+    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["bind", "table", "prompt", "decode", "free", "ping", "borrow", "release", "carry", "keep", "resume", "forget"]  # noqa: Y015
     _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_operation) -> _WhichOneofReturnType_operation | None: ...
 
@@ -539,6 +551,93 @@ class Carry(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Carry: _TypeAlias = Carry  # noqa: Y015
+
+@_typing.final
+class Keep(_message.Message):
+    """Keeps the lane's state at its position, a multiple of 64 on the prompt path: its pages up to there as they are, and what is
+    fixed (KDA states, convolution windows, index rings) in pages of its own.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    lane: _builtins.int
+    state: _builtins.int
+    at: _builtins.int
+    """The lane's position."""
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids of every residue, equally many of each, ascending residues; a rank uses its own."""
+
+    def __init__(
+        self,
+        *,
+        lane: _builtins.int = ...,
+        state: _builtins.int = ...,
+        at: _builtins.int = ...,
+        pages: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "lane", b"lane", "pages", b"pages", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Keep: _TypeAlias = Keep  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """A lane that was just bound to the state's owner goes on from a kept state. Its slots up to there are mapped: full pages are
+    the state's own; a partly filled last page is the state's own or another, to which it is copied.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    lane: _builtins.int
+    state: _builtins.int
+    at: _builtins.int
+    def __init__(
+        self,
+        *,
+        lane: _builtins.int = ...,
+        state: _builtins.int = ...,
+        at: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "lane", b"lane", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class Forget(_message.Message):
+    """Kept states end; nothing in a later round uses them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        states: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Forget: _TypeAlias = Forget  # noqa: Y015
 
 @_typing.final
 class RoundResult(_message.Message):

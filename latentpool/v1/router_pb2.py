@@ -22,57 +22,62 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from latentpool.v1 import pool_manager_pb2 as latentpool_dot_v1_dot_pool__manager__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1alatentpool/v1/router.proto\x12\rlatentpool.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xff\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\tlog_probs\x18\n \x01(\rH\x03\x88\x01\x01\x42\x07\n\x05_seedB\r\n\x0b_max_tokensB\x08\n\x06_top_pB\x0c\n\n_log_probs\"\xc3\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.latentpool.v1.TokenIdsH\x00\x12)\n\x08sampling\x18\x04 \x01(\x0b\x32\x17.latentpool.v1.Sampling\x12)\n\x08priority\x18\x05 \x01(\x0e\x32\x17.latentpool.v1.PriorityB\x08\n\x06prompt\"\xc9\x01\n\x10GenerateResponse\x12)\n\x07waiting\x18\x01 \x01(\x0b\x32\x16.latentpool.v1.WaitingH\x00\x12)\n\x07\x66illing\x18\x02 \x01(\x0b\x32\x16.latentpool.v1.FillingH\x00\x12%\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x14.latentpool.v1.ChunkH\x00\x12/\n\ncompletion\x18\x04 \x01(\x0b\x32\x19.latentpool.v1.CompletionH\x00\x42\x07\n\x05\x65vent\"(\n\x07Waiting\x12\r\n\x05\x61head\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"4\n\x07\x46illing\x12\x13\n\x0btokens_done\x18\x01 \x01(\r\x12\x14\n\x0ctokens_total\x18\x02 \x01(\r\"m\n\x05\x43hunk\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12.\n\tlog_probs\x18\x04 \x03(\x0b\x32\x1b.latentpool.v1.TokenLogProb\"H\n\x0cTokenLogProb\x12\x10\n\x08log_prob\x18\x01 \x01(\x01\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x15\n\rtop_log_probs\x18\x03 \x03(\x01\"\xa1\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\x12\x0e\n\x06parked\x18\x04 \x01(\r\x12\x17\n\x0f\x62orrowed_tokens\x18\x05 \x01(\r\x12\x16\n\x0e\x66\x65tched_tokens\x18\x06 \x01(\r\x12\x0f\n\x07\x63\x61rried\x18\x07 \x01(\r\"U\n\x07Timings\x12\x16\n\x0equeued_seconds\x18\x01 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x02 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x03 \x01(\x01\"2\n\x07Receipt\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x17\n\x0fnumerics_digest\x18\x02 \x01(\t\"\xe2\x01\n\nCompletion\x12\x32\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1b.latentpool.v1.FinishReason\x12#\n\x05usage\x18\x02 \x01(\x0b\x32\x14.latentpool.v1.Usage\x12\r\n\x05owner\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\'\n\x07timings\x18\x05 \x01(\x0b\x32\x16.latentpool.v1.Timings\x12\'\n\x07receipt\x18\x06 \x01(\x0b\x32\x16.latentpool.v1.Receipt\x12\x0c\n\x04stop\x18\x07 \x01(\t\"\xa8\x01\n\x0cScoreRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.latentpool.v1.TokenIdsH\x00\x12\x18\n\x0b\x64\x65\x63ode_from\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nraw_logits\x18\x05 \x01(\x08\x42\x08\n\x06promptB\x0e\n\x0c_decode_from\"\x9f\x01\n\rScoreResponse\x12)\n\x07waiting\x18\x01 \x01(\x0b\x32\x16.latentpool.v1.WaitingH\x00\x12)\n\x04rows\x18\x02 \x01(\x0b\x32\x19.latentpool.v1.ScoredRowsH\x00\x12/\n\ncompletion\x18\x03 \x01(\x0b\x32\x19.latentpool.v1.CompletionH\x00\x42\x07\n\x05\x65vent\"^\n\nScoredRows\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x16\n\x0enext_log_probs\x18\x02 \x03(\x01\x12\x10\n\x08\x62\x65st_ids\x18\x03 \x03(\r\x12\x0e\n\x06logits\x18\x04 \x01(\x0c\"\x1f\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x11\n\x0fGetModelRequest\"\xf5\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x03 \x01(\x04\x12\r\n\x05world\x18\x04 \x01(\r\x12\r\n\x05lanes\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x15\n\rhas_tokenizer\x18\x08 \x01(\x08\x12\x19\n\x11\x63heckpoint_digest\x18\t \x01(\t\x12\x17\n\x0fnumerics_digest\x18\n \x01(\t\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\r\n\x05\x62uild\x18\x0c \x01(\t*V\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x17\n\x13PRIORITY_FOREGROUND\x10\x01\x12\x17\n\x13PRIORITY_BACKGROUND\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb7\x02\n\x06Router\x12M\n\x08Generate\x12\x1e.latentpool.v1.GenerateRequest\x1a\x1f.latentpool.v1.GenerateResponse0\x01\x12\x44\n\x05Score\x12\x1b.latentpool.v1.ScoreRequest\x1a\x1c.latentpool.v1.ScoreResponse0\x01\x12K\n\x08Tokenize\x12\x1e.latentpool.v1.TokenizeRequest\x1a\x1f.latentpool.v1.TokenizeResponse\x12K\n\x08GetModel\x12\x1e.latentpool.v1.GetModelRequest\x1a\x1f.latentpool.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1alatentpool/v1/router.proto\x12\rlatentpool.v1\x1a latentpool/v1/pool_manager.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xff\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\tlog_probs\x18\n \x01(\rH\x03\x88\x01\x01\x42\x07\n\x05_seedB\r\n\x0b_max_tokensB\x08\n\x06_top_pB\x0c\n\n_log_probs\"\x88\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.latentpool.v1.TokenIdsH\x00\x12#\n\x04\x63hat\x18\x07 \x01(\x0b\x32\x13.latentpool.v1.ChatH\x00\x12)\n\x08sampling\x18\x04 \x01(\x0b\x32\x17.latentpool.v1.Sampling\x12)\n\x08priority\x18\x05 \x01(\x0e\x32\x17.latentpool.v1.Priority\x12\x13\n\x06rewind\x18\x06 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06promptB\t\n\x07_rewind\"C\n\x04\x43hat\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.latentpool.v1.ChatMessage\x12\r\n\x05tools\x18\x02 \x01(\t\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xc9\x01\n\x10GenerateResponse\x12)\n\x07waiting\x18\x01 \x01(\x0b\x32\x16.latentpool.v1.WaitingH\x00\x12)\n\x07\x66illing\x18\x02 \x01(\x0b\x32\x16.latentpool.v1.FillingH\x00\x12%\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x14.latentpool.v1.ChunkH\x00\x12/\n\ncompletion\x18\x04 \x01(\x0b\x32\x19.latentpool.v1.CompletionH\x00\x42\x07\n\x05\x65vent\"(\n\x07Waiting\x12\r\n\x05\x61head\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"4\n\x07\x46illing\x12\x13\n\x0btokens_done\x18\x01 \x01(\r\x12\x14\n\x0ctokens_total\x18\x02 \x01(\r\"m\n\x05\x43hunk\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12.\n\tlog_probs\x18\x04 \x03(\x0b\x32\x1b.latentpool.v1.TokenLogProb\"H\n\x0cTokenLogProb\x12\x10\n\x08log_prob\x18\x01 \x01(\x01\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x15\n\rtop_log_probs\x18\x03 \x03(\x01\"\xcb\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\x12\x0e\n\x06parked\x18\x04 \x01(\r\x12\x17\n\x0f\x62orrowed_tokens\x18\x05 \x01(\r\x12\x16\n\x0e\x66\x65tched_tokens\x18\x06 \x01(\r\x12\x0f\n\x07\x63\x61rried\x18\x07 \x01(\r\x12(\n\x0b\x63\x61\x63hed_from\x18\x08 \x01(\x0e\x32\x13.latentpool.v1.Mark\"U\n\x07Timings\x12\x16\n\x0equeued_seconds\x18\x01 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x02 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x03 \x01(\x01\"2\n\x07Receipt\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x17\n\x0fnumerics_digest\x18\x02 \x01(\t\"\xe2\x01\n\nCompletion\x12\x32\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1b.latentpool.v1.FinishReason\x12#\n\x05usage\x18\x02 \x01(\x0b\x32\x14.latentpool.v1.Usage\x12\r\n\x05owner\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\'\n\x07timings\x18\x05 \x01(\x0b\x32\x16.latentpool.v1.Timings\x12\'\n\x07receipt\x18\x06 \x01(\x0b\x32\x16.latentpool.v1.Receipt\x12\x0c\n\x04stop\x18\x07 \x01(\t\"\xa8\x01\n\x0cScoreRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.latentpool.v1.TokenIdsH\x00\x12\x18\n\x0b\x64\x65\x63ode_from\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nraw_logits\x18\x05 \x01(\x08\x42\x08\n\x06promptB\x0e\n\x0c_decode_from\"\x9f\x01\n\rScoreResponse\x12)\n\x07waiting\x18\x01 \x01(\x0b\x32\x16.latentpool.v1.WaitingH\x00\x12)\n\x04rows\x18\x02 \x01(\x0b\x32\x19.latentpool.v1.ScoredRowsH\x00\x12/\n\ncompletion\x18\x03 \x01(\x0b\x32\x19.latentpool.v1.CompletionH\x00\x42\x07\n\x05\x65vent\"^\n\nScoredRows\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x16\n\x0enext_log_probs\x18\x02 \x03(\x01\x12\x10\n\x08\x62\x65st_ids\x18\x03 \x03(\r\x12\x0e\n\x06logits\x18\x04 \x01(\x0c\"\x1f\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x11\n\x0fGetModelRequest\"\xf5\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x03 \x01(\x04\x12\r\n\x05world\x18\x04 \x01(\r\x12\r\n\x05lanes\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x15\n\rhas_tokenizer\x18\x08 \x01(\x08\x12\x19\n\x11\x63heckpoint_digest\x18\t \x01(\t\x12\x17\n\x0fnumerics_digest\x18\n \x01(\t\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\r\n\x05\x62uild\x18\x0c \x01(\t*V\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x17\n\x13PRIORITY_FOREGROUND\x10\x01\x12\x17\n\x13PRIORITY_BACKGROUND\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb7\x02\n\x06Router\x12M\n\x08Generate\x12\x1e.latentpool.v1.GenerateRequest\x1a\x1f.latentpool.v1.GenerateResponse0\x01\x12\x44\n\x05Score\x12\x1b.latentpool.v1.ScoreRequest\x1a\x1c.latentpool.v1.ScoreResponse0\x01\x12K\n\x08Tokenize\x12\x1e.latentpool.v1.TokenizeRequest\x1a\x1f.latentpool.v1.TokenizeResponse\x12K\n\x08GetModel\x12\x1e.latentpool.v1.GetModelRequest\x1a\x1f.latentpool.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'latentpool.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PRIORITY']._serialized_start=2311
-  _globals['_PRIORITY']._serialized_end=2397
-  _globals['_FINISHREASON']._serialized_start=2399
-  _globals['_FINISHREASON']._serialized_end=2494
-  _globals['_TOKENIDS']._serialized_start=45
-  _globals['_TOKENIDS']._serialized_end=68
-  _globals['_SAMPLING']._serialized_start=71
-  _globals['_SAMPLING']._serialized_end=326
-  _globals['_GENERATEREQUEST']._serialized_start=329
-  _globals['_GENERATEREQUEST']._serialized_end=524
-  _globals['_GENERATERESPONSE']._serialized_start=527
-  _globals['_GENERATERESPONSE']._serialized_end=728
-  _globals['_WAITING']._serialized_start=730
-  _globals['_WAITING']._serialized_end=770
-  _globals['_FILLING']._serialized_start=772
-  _globals['_FILLING']._serialized_end=824
-  _globals['_CHUNK']._serialized_start=826
-  _globals['_CHUNK']._serialized_end=935
-  _globals['_TOKENLOGPROB']._serialized_start=937
-  _globals['_TOKENLOGPROB']._serialized_end=1009
-  _globals['_USAGE']._serialized_start=1012
-  _globals['_USAGE']._serialized_end=1173
-  _globals['_TIMINGS']._serialized_start=1175
-  _globals['_TIMINGS']._serialized_end=1260
-  _globals['_RECEIPT']._serialized_start=1262
-  _globals['_RECEIPT']._serialized_end=1312
-  _globals['_COMPLETION']._serialized_start=1315
-  _globals['_COMPLETION']._serialized_end=1541
-  _globals['_SCOREREQUEST']._serialized_start=1544
-  _globals['_SCOREREQUEST']._serialized_end=1712
-  _globals['_SCORERESPONSE']._serialized_start=1715
-  _globals['_SCORERESPONSE']._serialized_end=1874
-  _globals['_SCOREDROWS']._serialized_start=1876
-  _globals['_SCOREDROWS']._serialized_end=1970
-  _globals['_TOKENIZEREQUEST']._serialized_start=1972
-  _globals['_TOKENIZEREQUEST']._serialized_end=2003
-  _globals['_TOKENIZERESPONSE']._serialized_start=2005
-  _globals['_TOKENIZERESPONSE']._serialized_end=2042
-  _globals['_GETMODELREQUEST']._serialized_start=2044
-  _globals['_GETMODELREQUEST']._serialized_end=2061
-  _globals['_GETMODELRESPONSE']._serialized_start=2064
-  _globals['_GETMODELRESPONSE']._serialized_end=2309
-  _globals['_ROUTER']._serialized_start=2497
-  _globals['_ROUTER']._serialized_end=2808
+  _globals['_PRIORITY']._serialized_start=2571
+  _globals['_PRIORITY']._serialized_end=2657
+  _globals['_FINISHREASON']._serialized_start=2659
+  _globals['_FINISHREASON']._serialized_end=2754
+  _globals['_TOKENIDS']._serialized_start=79
+  _globals['_TOKENIDS']._serialized_end=102
+  _globals['_SAMPLING']._serialized_start=105
+  _globals['_SAMPLING']._serialized_end=360
+  _globals['_GENERATEREQUEST']._serialized_start=363
+  _globals['_GENERATEREQUEST']._serialized_end=627
+  _globals['_CHAT']._serialized_start=629
+  _globals['_CHAT']._serialized_end=696
+  _globals['_CHATMESSAGE']._serialized_start=698
+  _globals['_CHATMESSAGE']._serialized_end=742
+  _globals['_GENERATERESPONSE']._serialized_start=745
+  _globals['_GENERATERESPONSE']._serialized_end=946
+  _globals['_WAITING']._serialized_start=948
+  _globals['_WAITING']._serialized_end=988
+  _globals['_FILLING']._serialized_start=990
+  _globals['_FILLING']._serialized_end=1042
+  _globals['_CHUNK']._serialized_start=1044
+  _globals['_CHUNK']._serialized_end=1153
+  _globals['_TOKENLOGPROB']._serialized_start=1155
+  _globals['_TOKENLOGPROB']._serialized_end=1227
+  _globals['_USAGE']._serialized_start=1230
+  _globals['_USAGE']._serialized_end=1433
+  _globals['_TIMINGS']._serialized_start=1435
+  _globals['_TIMINGS']._serialized_end=1520
+  _globals['_RECEIPT']._serialized_start=1522
+  _globals['_RECEIPT']._serialized_end=1572
+  _globals['_COMPLETION']._serialized_start=1575
+  _globals['_COMPLETION']._serialized_end=1801
+  _globals['_SCOREREQUEST']._serialized_start=1804
+  _globals['_SCOREREQUEST']._serialized_end=1972
+  _globals['_SCORERESPONSE']._serialized_start=1975
+  _globals['_SCORERESPONSE']._serialized_end=2134
+  _globals['_SCOREDROWS']._serialized_start=2136
+  _globals['_SCOREDROWS']._serialized_end=2230
+  _globals['_TOKENIZEREQUEST']._serialized_start=2232
+  _globals['_TOKENIZEREQUEST']._serialized_end=2263
+  _globals['_TOKENIZERESPONSE']._serialized_start=2265
+  _globals['_TOKENIZERESPONSE']._serialized_end=2302
+  _globals['_GETMODELREQUEST']._serialized_start=2304
+  _globals['_GETMODELREQUEST']._serialized_end=2321
+  _globals['_GETMODELRESPONSE']._serialized_start=2324
+  _globals['_GETMODELRESPONSE']._serialized_end=2569
+  _globals['_ROUTER']._serialized_start=2757
+  _globals['_ROUTER']._serialized_end=3068
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from latentpool.v1 import pool_manager_pb2 as _pool_manager_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -162,14 +163,22 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    REWIND_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for the request, shown in logs and listings; at most 128 characters."""
     text: _builtins.str
     priority: Global___Priority.ValueType
+    rewind: _builtins.int
+    """Just before the newest user message, in tokens of the prompt, if the caller knows: an edited message resumes there. A chat
+    knows it itself.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
+    @_builtins.property
+    def chat(self) -> Global___Chat: ...
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -178,18 +187,74 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
+        chat: Global___Chat | None = ...,
         sampling: Global___Sampling | None = ...,
         priority: Global___Priority.ValueType = ...,
+        rewind: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rewind", b"_rewind", "chat", b"chat", "prompt", b"prompt", "rewind", b"rewind", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rewind", b"_rewind", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "rewind", b"rewind", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofReturnType__rewind: _TypeAlias = _typing.Literal["rewind"]  # noqa: Y015
+    _WhichOneofArgType__rewind: _TypeAlias = _typing.Literal["_rewind", b"_rewind"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rewind) -> _WhichOneofReturnType__rewind | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Chat(_message.Message):
+    """Messages, which the checkpoint's chat template makes a prompt of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    tools: _builtins.str
+    """A JSON list of tools, as the template takes them; empty: none."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Chat: _TypeAlias = Chat  # noqa: Y015
+
+@_typing.final
+class ChatMessage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """system, user, assistant, or what the template knows."""
+    content: _builtins.str
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        content: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -348,6 +413,7 @@ class Usage(_message.Message):
     BORROWED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     CARRIED_FIELD_NUMBER: _builtins.int
+    CACHED_FROM_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens that were resumed instead of computed."""
@@ -361,6 +427,8 @@ class Usage(_message.Message):
     fetched_tokens: _builtins.int
     carried: _builtins.int
     """How often its rows moved to another owner."""
+    cached_from: _pool_manager_pb2.Mark.ValueType
+    """Where the resumed state came from; unspecified without one."""
     def __init__(
         self,
         *,
@@ -371,10 +439,11 @@ class Usage(_message.Message):
         borrowed_tokens: _builtins.int = ...,
         fetched_tokens: _builtins.int = ...,
         carried: _builtins.int = ...,
+        cached_from: _pool_manager_pb2.Mark.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["borrowed_tokens", b"borrowed_tokens", "cached_tokens", b"cached_tokens", "carried", b"carried", "fetched_tokens", b"fetched_tokens", "generated_tokens", b"generated_tokens", "parked", b"parked", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["borrowed_tokens", b"borrowed_tokens", "cached_from", b"cached_from", "cached_tokens", b"cached_tokens", "carried", b"carried", "fetched_tokens", b"fetched_tokens", "generated_tokens", b"generated_tokens", "parked", b"parked", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
