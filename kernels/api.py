@@ -179,6 +179,13 @@ class Kernels(Protocol):
         """plane[target[i]] = plane[source[i]], whole pages of all layers: plane as `cache` made it, source, target i32 [n];
         no page is in both."""
 
+    def save_bytes(self, parts: Sequence[Array], plane: Array, pages: Array) -> None:
+        """The bytes of parts (C-contiguous, any dtypes), one after another, into the pages of a plane, whatever their dtype.
+        plane as `cache` made it, pages i32 [n], as many as the bytes need or more."""
+
+    def load_bytes(self, plane: Array, pages: Array, parts: Sequence[Array]) -> None:
+        """The inverse of `save_bytes`: fills parts of the same shapes and dtypes."""
+
     def pack(self, x: Array, out: Array) -> None:
         """out = x in the form that travels: x compute, out a link buffer of `wire`, same shape. Exact."""
 

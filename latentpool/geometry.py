@@ -182,6 +182,14 @@ class Geometry:
         ring = self.ring_rows * 2 * self.index_dim * element
         return len(self.kda_layers) * (state + conv + inputs) + self.index_layers * ring
 
+    def kept_bytes(self, world: int, rank: int, dtype: str) -> int:
+        """What a kept state needs on `rank` beyond its rows (design section 6): one KDA state, the rows before the next in the
+        convolution windows, and an incomplete pool's rows of the index rings."""
+        element = DTYPE_BYTES[dtype]
+        width = shares(self.kda_heads, world)[rank] * self.kda_head_dim
+        kda = width * self.kda_head_dim * 4 + (self.conv_taps - 1) * 3 * width * element
+        return len(self.kda_layers) * kda + self.index_layers * (self.pool - 1) * 2 * self.index_dim * element
+
     @property
     def conv_rows(self) -> int:
         """Rows of a lane's convolution window ring: the taps before a token, and two decode windows."""

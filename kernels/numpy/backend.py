@@ -150,6 +150,12 @@ class NumpyKernels:
     def copy_pages(self, plane: Array, source: Array, target: Array) -> None:
         plane[target] = plane[source]
 
+    def save_bytes(self, parts: Sequence[Array], plane: Array, pages: Array) -> None:
+        cached_rows.save_bytes(parts, plane, pages)
+
+    def load_bytes(self, plane: Array, pages: Array, parts: Sequence[Array]) -> None:
+        cached_rows.load_bytes(plane, pages, parts)
+
     def pack(self, x: Array, out: Array) -> None:
         out[...] = x
 

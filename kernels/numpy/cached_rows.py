@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from kernels.numpy.rounding import widen
@@ -48,3 +50,29 @@ def read_ring(ring: Array, lanes: Array, positions: Array, out: Array) -> None:
 
 def write_ring(rows: Array, ring: Array, lanes: Array, positions: Array) -> None:
     ring[lanes, positions % ring.shape[1]] = rows.astype(ring.dtype)
+
+
+def save_bytes(parts: Sequence[Array], plane: Array, pages: Array) -> None:
+    for mine, theirs in _stretches(parts, plane, pages):
+        theirs[...] = mine
+
+
+def load_bytes(plane: Array, pages: Array, parts: Sequence[Array]) -> None:
+    for mine, theirs in _stretches(parts, plane, pages):
+        mine[...] = theirs
+
+
+def _stretches(parts: Sequence[Array], plane: Array, pages: Array) -> Iterator[tuple[Array, Array]]:
+    """Equally long stretches of bytes of parts and pages, views of both, until the parts end."""
+    size = plane[0].nbytes
+    at = 0
+    for part in parts:
+        mine = part.reshape(-1).view(np.uint8)
+        done = 0
+        while done < len(mine):
+            place, first = divmod(at, size)
+            count = min(len(mine) - done, size - first)
+            theirs = plane[pages[place]].reshape(-1).view(np.uint8)
+            yield mine[done : done + count], theirs[first : first + count]
+            done += count
+            at += count

@@ -74,6 +74,14 @@ def _operation(message: rank_worker_pb2.Operation) -> frames.Operation | None:
                 pages=list(carry.pages),
                 last=carry.last,
             )
+        case "keep":
+            keep = message.keep
+            return frames.Keep(lane=keep.lane, state=keep.state, at=keep.at, pages=list(keep.pages))
+        case "resume":
+            resume = message.resume
+            return frames.Resume(lane=resume.lane, state=resume.state, at=resume.at)
+        case "forget":
+            return frames.Forget(states=list(message.forget.states))
         case None:
             return None
 

@@ -110,7 +110,7 @@ class Engine:
         self._kv_dtype = settings.kv_cache or dtype
         self._kernels = NumpyKernels(dtype)
         self._checkpoint = open_checkpoint(Path(settings.model), geometry)
-        digest = numerics_digest(geometry, self._kernels, self._kv_dtype, settings.world)
+        self._numerics = numerics_digest(geometry, self._kernels, self._kv_dtype, settings.world)
         self._total_bytes = self._checkpoint.shard_bytes(settings.world, settings.rank)
         self._front.send(
             frames.Prepared(
@@ -118,7 +118,7 @@ class Engine:
                 config_json=(Path(settings.model) / "config.json").read_text(encoding="utf-8"),
                 dtype=dtype,
                 kv_dtype=self._kv_dtype,
-                numerics_digest=digest,
+                numerics_digest=self._numerics,
                 page_rows=settings.page_rows,
                 total_bytes=self._total_bytes,
             )
@@ -179,6 +179,7 @@ class Engine:
             self._geometry, self._kernels, self._model, arena, self._exchange,
             chunk_rows=settings.chunk_rows, deadline=settings.dead_after, tick=self._tick,
             staging_rows=self._staging_rows(frame.context), audit=settings.audit,
+            key=f"{self._numerics} {self._kernels.dtype} {self._kv_dtype}",
         )  # fmt: skip
         self._exchange.connect(frame.link_addresses, frame.epoch, _CONNECT_SECONDS)
         self._front.send(frames.Ready(memory.resident_bytes()))

@@ -105,7 +105,28 @@ class Carry(_Frame):
     last: bool
 
 
-Operation = Bind | Table | Prompt | Decode | Free | Ping | Borrow | Release | Carry
+class Keep(_Frame):
+    """The lane's state at its position `at` is kept as `state`; pages as the proto's Keep."""
+
+    lane: int
+    state: int
+    at: int
+    pages: list[int]
+
+
+class Resume(_Frame):
+    """A lane at position 0 goes on from a kept state."""
+
+    lane: int
+    state: int
+    at: int
+
+
+class Forget(_Frame):
+    states: list[int]
+
+
+Operation = Bind | Table | Prompt | Decode | Free | Ping | Borrow | Release | Carry | Keep | Resume | Forget
 
 
 # ---- front -> engine -------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from services.rank_worker import frames
 from services.rank_worker.arena import Arena
 from services.rank_worker.digest import Digest
 from services.rank_worker.exchange.base import Exchange
+from services.rank_worker.kept import Inventory
 from services.rank_worker.link import Link
 from services.rank_worker.model.batch import Batch, decode_batch, prompt_batch
 from services.rank_worker.model.model import Model
@@ -49,6 +50,8 @@ class Lane:
     last_token: int = -1
     parity: int = 0
     carrying: Carrying | None = None
+    replied: bool = False
+    """Whether rows ran on the decode path: then nothing of it can be kept."""
 
 
 class Rounds:
@@ -56,12 +59,13 @@ class Rounds:
 
     shapes_of: (world, rank) whose shapes the weights have, where that is not the exchange's (the numerics digest runs
     rank 0's shapes of a group alone). staging_rows, audit: of split groups, see services.rank_worker.split.
+    key: what computes, see services.rank_worker.kept.
     """
 
     def __init__(
         self, geometry: Geometry, kernels: Kernels, model: Model, arena: Arena, exchange: Exchange, *, chunk_rows: int,
         deadline: float, tick: Callable[[], None], shapes_of: tuple[int, int] | None = None, staging_rows: int = 0,
-        audit: bool = False,
+        audit: bool = False, key: str = "",
     ) -> None:  # fmt: skip
         self.geometry = geometry
         self.arena = arena
@@ -79,6 +83,7 @@ class Rounds:
         self._logits = kernels.empty((BLOCK, self._columns), "compute")
         self._lanes: list[Lane | None] = [None] * arena.lanes
         self._audit = audit
+        self.inventory = Inventory(kernels, arena, key, audit)
         self._here = HereRows()
         self._split = Split(geometry, kernels, self._link, arena, chunk_rows, staging_rows) if arena.split else None
 
@@ -129,6 +134,15 @@ class Rounds:
                 digest.integers(operation.lane)
             case frames.Carry():
                 rows_digest = self._carry(operation, digest)
+            case frames.Keep():
+                self._keep(operation)
+                digest.integers(operation.lane, operation.state, operation.at, *operation.pages)
+            case frames.Resume():
+                self._resume(operation)
+                digest.integers(operation.lane, operation.state, operation.at)
+            case frames.Forget():
+                self.inventory.forget(operation)
+                digest.integers(*operation.states)
             case frames.Ping():
                 pass
         digest.integers(*tokens)
@@ -220,6 +234,7 @@ class Rounds:
             scores = self._join(sampled)
         for number, lane in enumerate(lanes):
             lane.position += width
+            lane.replied = True
             lane.parity ^= 1
             lane.last_token = tokens[(number + 1) * width - 1]
         return tokens, scores
@@ -238,6 +253,23 @@ class Rounds:
             self.arena.remap(operation.lane, carrying.owner, carrying.pages)
             lane.carrying = None
         return rows_digest
+
+    def _keep(self, operation: frames.Keep) -> None:
+        lane = self._runs(operation.lane)
+        if operation.at != lane.position or not lane.position or lane.position % BLOCK or lane.replied:
+            path = "decode" if lane.replied else "prompt"
+            raise ValueError(
+                f"kept at {operation.at} where the lane is at {lane.position} on the {path} path: states are kept at multiples of "
+                f"{BLOCK} of the prompt path"
+            )
+        self.inventory.keep(operation, 2 * operation.lane + lane.parity)
+
+    def _resume(self, operation: frames.Resume) -> None:
+        lane = self._runs(operation.lane)
+        if lane.position:
+            raise ValueError(f"lane {operation.lane} is at {lane.position}: a lane resumes before it runs anything")
+        self.inventory.resume(operation, 2 * operation.lane + lane.parity)
+        lane.position = operation.at
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
