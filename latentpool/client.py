@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+import json
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, TypeVar
@@ -28,6 +29,9 @@ _ERRORS: dict[grpc.StatusCode, type[LatentPoolError]] = {
     grpc.StatusCode.UNAVAILABLE: EpochError,
     grpc.StatusCode.DATA_LOSS: ReplayError,
 }
+
+Message = tuple[str, str] | Mapping[str, str]
+"""A chat's message: (role, content), or a mapping with these keys."""
 
 T = TypeVar("T")
 Self = TypeVar("Self", bound="_Caller")
@@ -56,6 +60,17 @@ class _Caller:
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
 
+    async def _stream(self, call: Any) -> AsyncGenerator[Any, None]:
+        try:
+            # a call whose iterator is not closed holds itself, and its connection, until garbage is collected
+            async with aclosing(aiter(call)) as responses:
+                async for response in responses:
+                    yield response
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        finally:
+            call.cancel()
+
     def _error(self, error: grpc.aio.AioRpcError) -> LatentPoolError:
         details = error.details() or error.code().name
         if error.code() is grpc.StatusCode.UNAVAILABLE and not _particulars(error):
@@ -69,31 +84,45 @@ class _Caller:
 class Client(_Caller):
     """Calls of a router at host:port. Every call raises RequestError, NotServedError (this group never can), BusyError (not
     now; `numbers` has retry_seconds) or EpochError (the group is not ready, ended, or nothing answers there), in the router's
-    words and with its field and numbers; `timeout` is in seconds."""
+    words and with its field and numbers; `timeout` is in seconds. `token` is sent as the caller's bearer token: what is kept of
+    a prompt is resumed only by calls with the same one."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, token: str = "") -> None:
         super().__init__(address)
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else None
         self._stub: router_pb2_grpc.RouterAsyncStub = router_pb2_grpc.RouterStub(self._channel)
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | None = None,
         sampling: Sampling | None = None,
         *,
+        chat: Sequence[Message] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        rewind: int | None = None,
         background: bool = False,
         request_id: str = "",
         timeout: float | None = None,  # noqa: ASYNC109 (the call's deadline)
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Streams the reply to a text or to token ids: Waiting, Filling and Chunk events, then one Completion. A background
-        request yields to those that are not. Closing the iterator cancels the request. Raises ReplayError if the reply could
-        not be continued as it began."""
+        """Streams the reply to a text, to token ids, or to a `chat`, which the checkpoint's template makes a prompt of, with
+        `tools` as the template takes them: Waiting, Filling and Chunk events, then one Completion. `rewind`: tokens of the prompt
+        before its newest user message, if the caller knows; a chat knows it itself. A background request yields to those that
+        are not. Closing the iterator cancels the request. Raises ReplayError if the reply could not be continued as it began."""
         request = router_pb2.GenerateRequest(
             request_id=request_id,
             sampling=(sampling or Sampling()).to_proto(),
             priority=router_pb2.PRIORITY_BACKGROUND if background else router_pb2.PRIORITY_FOREGROUND,
+            rewind=rewind,
         )
-        _set_prompt(request, prompt)
-        async with aclosing(self._stream(self._stub.Generate(request, timeout=timeout))) as responses:
+        if (prompt is None) == (chat is None):
+            raise RequestError("give a prompt or a chat, and not both", field="prompt")
+        if chat is None:
+            assert prompt is not None
+            _set_prompt(request, prompt)
+        else:
+            _set_chat(request, chat, tools)
+        call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
+        async with aclosing(self._stream(call)) as responses:
             async for response in responses:
                 yield getattr(response, response.WhichOneof("event"))
 
@@ -110,7 +139,7 @@ class Client(_Caller):
         decode path."""
         request = router_pb2.ScoreRequest(request_id=request_id, decode_from=decode_from, raw_logits=raw_logits)
         _set_prompt(request, prompt)
-        async with aclosing(self._stream(self._stub.Score(request, timeout=timeout))) as responses:
+        async with aclosing(self._stream(self._stub.Score(request, timeout=timeout, metadata=self._metadata))) as responses:
             async for response in responses:
                 yield getattr(response, response.WhichOneof("event"))
 
@@ -132,17 +161,6 @@ class Client(_Caller):
                 if loop.time() >= until:
                     raise EpochError(f"{self.address} is not ready after {seconds:g} s: {error}") from None
             await asyncio.sleep(0.05)
-
-    async def _stream(self, call: Any) -> AsyncGenerator[Any, None]:
-        try:
-            # a call whose iterator is not closed holds itself, and its connection, until garbage is collected
-            async with aclosing(aiter(call)) as responses:
-                async for response in responses:
-                    yield response
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
-        finally:
-            call.cancel()
 
 
 class AdminClient(_Caller):
@@ -177,6 +195,21 @@ class AdminClient(_Caller):
         however long; cancelling the wait does not stop the move. Raises NotServedError where it cannot be moved now,
         LatentPoolError where nobody knows it or it ended on its way."""
         return await self._call(self._stub.Carry(pool_admin_pb2.CarryRequest(conversation=conversation, owner=owner)))
+
+    async def list_kept(self) -> pool_admin_pb2.ListKeptResponse:
+        return await self._call(self._stub.ListKept(pool_admin_pb2.ListKeptRequest(), timeout=self._timeout))
+
+    async def evict(self, states: Sequence[int] = ()) -> list[int]:
+        """Evicts these kept states, or all that are not in use, and gives those that went. Their pages are on the way back."""
+        request = pool_admin_pb2.EvictRequest(states=states)
+        return list((await self._call(self._stub.Evict(request, timeout=self._timeout))).evicted)
+
+    async def watch(self, interval: float | None = None) -> AsyncGenerator[pool_admin_pb2.WatchResponse, None]:
+        """Pages, conversations, kept states and ranks, now and every `interval` seconds (None: 1; at least 0.2) until closed."""
+        request = pool_admin_pb2.WatchRequest(interval_seconds=interval)
+        async with aclosing(self._stream(self._stub.Watch(request))) as responses:
+            async for response in responses:
+                yield response
 
 
 def _particulars(error: grpc.aio.AioRpcError) -> dict[str, Any]:
@@ -213,3 +246,16 @@ def _set_prompt(request: router_pb2.GenerateRequest | router_pb2.ScoreRequest, p
             request.token_ids.SetInParent()
     except (ValueError, TypeError) as error:
         raise RequestError(f"prompt: {error}", field="prompt") from None
+
+
+def _set_chat(request: router_pb2.GenerateRequest, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+    try:
+        request.chat.SetInParent()
+        for message in chat:
+            role, content = (message["role"], message["content"]) if isinstance(message, Mapping) else message
+            request.chat.messages.add(role=role, content=content)
+        request.chat.tools = json.dumps(list(tools), ensure_ascii=False) if tools else ""
+    except KeyError as error:
+        raise RequestError(f"chat: a message has no {error.args[0]}", field="chat") from None
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"chat: {error}", field="chat") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -30,9 +31,11 @@ class Service(router_pb2_grpc.RouterServicer, pool_admin_pb2_grpc.PoolAdminServi
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
+        self.callers: list[Any] = []
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         self.request = request
+        self.callers.append(dict(context.invocation_metadata()).get("authorization"))
         yield router_pb2.GenerateResponse(waiting=router_pb2.Waiting(ahead=1))
         try:
             if self.error:
@@ -63,6 +66,23 @@ class Service(router_pb2_grpc.RouterServicer, pool_admin_pb2_grpc.PoolAdminServi
     async def CheckIntegrity(self, request: Any, context: Any) -> Any:  # noqa: N802
         return pool_admin_pb2.CheckIntegrityResponse(violations=["page 3"], pages=7)
 
+    async def ListKept(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return pool_admin_pb2.ListKeptResponse(budget_bytes=9)
+
+    async def Evict(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return pool_admin_pb2.EvictResponse(evicted=request.states or [1, 2])
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.request = request
+        try:
+            for epoch in range(3):
+                yield pool_admin_pb2.WatchResponse(ranks=pool_admin_pb2.GetRanksResponse(epoch=epoch))
+            if self.code:
+                await context.abort(self.code, "in these words")
+            await asyncio.sleep(60)
+        finally:
+            self.ended.set()
+
 
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Service, str]]:
@@ -86,6 +106,47 @@ async def test_events_come_typed_and_in_order(served: tuple[Service, str]) -> No
         assert (service.request.token_ids.ids, service.request.decode_from, service.request.raw_logits) == ([1, 2], 1, True)
         [_ async for _ in client.score([1])]
         assert not service.request.HasField("decode_from")
+
+
+async def test_a_chat_is_sent_as_its_messages(served: tuple[Service, str]) -> None:
+    service, address = served
+    tools = [{"type": "function", "function": {"name": "größe"}}]
+    async with Client(address) as client:
+        [_ async for _ in client.generate(chat=[("system", "be brief"), {"role": "user", "content": "hé"}], tools=tools)]
+        assert service.request.WhichOneof("prompt") == "chat"
+        told = [(message.role, message.content) for message in service.request.chat.messages]
+        assert told == [("system", "be brief"), ("user", "hé")]
+        assert json.loads(service.request.chat.tools) == tools
+        assert not service.request.HasField("rewind")
+        [_ async for _ in client.generate(chat=[])]
+        assert (service.request.WhichOneof("prompt"), service.request.chat.tools) == ("chat", "")
+        [_ async for _ in client.generate([1, 2], rewind=0)]
+        assert service.request.HasField("rewind")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chat", "words"),
+    [
+        (None, None, "give a prompt or a chat"),
+        ("a", [("user", "b")], "give a prompt or a chat"),
+        (None, [{"role": "user"}], "chat: a message has no content"),
+        (None, [("user", "\ud800")], "chat: "),
+        (None, [("user", 3)], "chat: "),
+    ],
+)
+async def test_what_is_no_chat_is_a_request_error(served: tuple[Service, str], prompt: Any, chat: Any, words: str) -> None:
+    async with Client(served[1]) as client:
+        with pytest.raises(RequestError, match=words):
+            await anext(client.generate(prompt, chat=chat))
+    assert served[0].request is None
+
+
+async def test_the_caller_s_token_goes_with_each_call(served: tuple[Service, str]) -> None:
+    service, address = served
+    for client in (Client(address), Client(address, token="me")):
+        async with client:
+            [_ async for _ in client.generate([1])]
+    assert service.callers == [None, "Bearer me"]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +223,21 @@ async def test_the_admin_client_reads_the_managers_calls(served: tuple[Service, 
         assert await admin.check_integrity() == ["page 3"]
         with pytest.raises(LatentPoolError, match="not implemented"):
             await admin.get_ranks()
+        assert (await admin.list_kept()).budget_bytes == 9
+        assert (await admin.evict([7]), await admin.evict()) == ([7], [1, 2])
+
+
+async def test_a_watch_goes_on_until_it_is_closed(served: tuple[Service, str]) -> None:
+    service, address = served
+    async with AdminClient(address) as admin:
+        async with aclosing(admin.watch(0.5)) as watch:
+            assert [(await anext(watch)).ranks.epoch for _ in range(3)] == [0, 1, 2]
+        assert service.request.interval_seconds == 0.5
+        await asyncio.wait_for(service.ended.wait(), 5)
+        service.code = grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(EpochError, match="in these words"):
+            [_ async for _ in admin.watch()]
+        assert not service.request.HasField("interval_seconds")
 
 
 async def test_a_stream_left_in_its_middle_keeps_no_connection(served: tuple[Service, str]) -> None:
