@@ -183,12 +183,12 @@ class Geometry:
         return len(self.kda_layers) * (state + conv + inputs) + self.index_layers * ring
 
     def kept_bytes(self, world: int, rank: int, dtype: str) -> int:
-        """What a kept state needs on `rank` beyond its rows (design section 6): one KDA state, the rows before the next in the
-        convolution windows, and an incomplete pool's rows of the index rings."""
+        """What a kept state needs on `rank` beyond its rows (design section 6): one KDA state, and the rows before the next one in
+        the convolution windows. Index rings hold nothing then: a state ends at a multiple of 64, where no pool is open."""
         element = DTYPE_BYTES[dtype]
         width = shares(self.kda_heads, world)[rank] * self.kda_head_dim
         kda = width * self.kda_head_dim * 4 + (self.conv_taps - 1) * 3 * width * element
-        return len(self.kda_layers) * kda + self.index_layers * (self.pool - 1) * 2 * self.index_dim * element
+        return len(self.kda_layers) * kda
 
     @property
     def conv_rows(self) -> int:

@@ -71,7 +71,9 @@ class Inventory:
         kept = self._find(operation)
         arena, lane = self._arena, operation.lane
         if arena.owners[lane] != kept.owner or arena.borrowed[lane]:
-            raise ValueError(f"lane {lane} of rank {int(arena.owners[lane])}: kept state {operation.state} is rank {kept.owner}'s")
+            raise ValueError(
+                f"lane {lane} of rank {int(arena.owners[lane])}: kept state {operation.state} is rank {kept.owner}'s"
+            )
         self._take_pages(lane, operation, kept)
         fixed = list(self._fixed(lane, place, kept.at))
         parts = [part for part, _ in fixed]
@@ -96,7 +98,9 @@ class Inventory:
         if kept.at != operation.at:
             raise ValueError(f"kept state {operation.state} has {kept.at} tokens, not {operation.at}")
         if kept.key != self._key:
-            raise ValueError(f"kept state {operation.state} was computed with {kept.key}, and this group computes with {self._key}")
+            raise ValueError(
+                f"kept state {operation.state} was computed with {kept.key}, and this group computes with {self._key}"
+            )
         return kept
 
     def _store(self, operation: frames.Keep) -> Array:

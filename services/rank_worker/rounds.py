@@ -259,8 +259,8 @@ class Rounds:
         if operation.at != lane.position or not lane.position or lane.position % BLOCK or lane.replied:
             path = "decode" if lane.replied else "prompt"
             raise ValueError(
-                f"kept at {operation.at} where the lane is at {lane.position} on the {path} path: states are kept at multiples of "
-                f"{BLOCK} of the prompt path"
+                f"kept at {operation.at} where the lane is at {lane.position} on the {path} path: states are kept at multiples "
+                f"of {BLOCK} on the prompt path"
             )
         self.inventory.keep(operation, 2 * operation.lane + lane.parity)
 
