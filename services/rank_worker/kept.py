@@ -2,7 +2,7 @@
 
 Rows stay in the pages that they were written to: nothing below the state's end is written again, since the lane that computed
 them appends behind, and a lane that resumes copies a partly filled last page. What is fixed is copied to pages of its own, with
-a checksum that is compared whenever it is restored.
+a checksum that is compared whenever it is restored. A state ends where no pool is open, so index rings are not part of it.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Inventory:
         kept = self._find(operation)
         arena, lane = self._arena, operation.lane
         if arena.owners[lane] != kept.owner or arena.borrowed[lane]:
-            raise ValueError(
-                f"lane {lane} of rank {int(arena.owners[lane])}: kept state {operation.state} is rank {kept.owner}'s"
-            )
+            mine = int(arena.owners[lane])
+            raise ValueError(f"lane {lane} is rank {mine}'s, and kept state {operation.state} is rank {kept.owner}'s")
+
         self._take_pages(lane, operation, kept)
         fixed = list(self._fixed(lane, place, kept.at))
         parts = [part for part, _ in fixed]
@@ -137,11 +137,10 @@ class Inventory:
         arena = self._arena
         for layer in range(len(arena.states)):
             yield arena.states[layer, place].copy(), arena.states[layer, place]
-        for rings, before in ((arena.conv, arena.geometry.conv_taps - 1), (arena.rings, arena.geometry.pool - 1)):
-            for layer in range(len(rings)):
-                ring = rings[layer, lane]
-                for row in range(at - before, at):
-                    yield ring[row % len(ring)].copy(), ring[row % len(ring)]
+        for layer in range(len(arena.conv)):
+            ring = arena.conv[layer, lane]
+            for row in range(at - arena.geometry.conv_taps + 1, at):
+                yield ring[row % len(ring)].copy(), ring[row % len(ring)]
 
     def _rows(self, lane: int, at: int) -> int:
         """Hash of the lane's latent rows below `at` on the ranks that keep them, under audit; else 0."""

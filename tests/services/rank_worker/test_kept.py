@@ -1,5 +1,5 @@
-"""E3 of the exactness contract at the level of rounds: a conversation that goes on from a kept state gets the bits that it would
-get if all of its prompt were computed; and states that are not what was kept are refused.
+"""E3 of the exactness contract at the level of rounds: a conversation that goes on from a kept state gets the bits that it
+would get if all of its prompt were computed; and states that are not what was kept are refused.
 
 `long_kpool16` is the model: rows from 79 on drop tokens in selection; pages of 256 rows, so that a state may end in four places
 of a page.
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from harness import Ranks, oracle
 
+from kernels.numpy import NumpyKernels
 from latentpool.errors import EpochError
 from services.rank_worker import frames
 
@@ -256,31 +257,25 @@ def resumed(ranks: Ranks) -> tuple[frames.Operation, ...]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_bit_of_the_fixed_part_that_flipped_is_found(rank: int) -> None:
-    """In the first KDA state, in the last ring row."""
     ranks = kept_at()
     inventory, arena = ranks.rounds[rank].inventory, ranks.arenas[rank]
     arena.latent[inventory.states[7].store[0]].view(np.uint8).reshape(-1)[17] ^= 1
     refused(ranks, "kept state 7 of 320 tokens is not what was kept", *resumed(ranks))
 
 
-def test_fault_a_state_without_its_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saved and restored without them, but for the checksum, which covers what the lane had."""
-    from services.rank_worker.kept import Inventory
-
-    whole = Inventory._fixed
+def test_fault_a_state_without_its_convolution_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved without them, while the checksum covers what the lane had. (A state without index rings is whole: it ends where no
+    pool is open, and `poison_between` fills the rings with NaN.)"""
     ranks = made(2, True)
     ranks.begin(0, ids(ranks, 1, 0, 3), owner=1)
     chunk(ranks, 0, 0, 320, False)
-    save = type(ranks.kernels[0]).save_bytes
+    save, layers = NumpyKernels.save_bytes, len(ranks.arenas[0].states)
 
-    def without(self: Any, parts: Any, plane: Any, pages: Any) -> None:
-        arena = ranks.arenas[0]
-        rings = len(arena.rings) * (arena.geometry.pool - 1)
-        save(self, [*parts[:-rings], *(np.zeros_like(part) for part in parts[-rings:])], plane, pages)
+    def without(self: NumpyKernels, parts: Any, plane: Any, pages: Any) -> None:
+        save(self, [*parts[:layers], *(np.zeros_like(part) for part in parts[layers:])], plane, pages)
 
-    monkeypatch.setattr(type(ranks.kernels[0]), "save_bytes", without)
+    monkeypatch.setattr(NumpyKernels, "save_bytes", without)
     ranks.agree(frames.Keep(0, 7, 320, fixed_pages(ranks, 30)))
-    assert whole is Inventory._fixed
     refused(ranks, "is not what was kept", *resumed(ranks))
 
 
