@@ -183,8 +183,8 @@ class Geometry:
         return len(self.kda_layers) * (state + conv + inputs) + self.index_layers * ring
 
     def kept_bytes(self, world: int, rank: int, dtype: str) -> int:
-        """What a kept state needs on `rank` beyond its rows (design section 6): one KDA state, and the rows before the next one in
-        the convolution windows. Index rings hold nothing then: a state ends at a multiple of 64, where no pool is open."""
+        """What a kept state needs on `rank` beyond its rows (design section 6): one KDA state, and the rows before the next one
+        in the convolution windows. Index rings hold nothing then: a state ends at a multiple of 64, where no pool is open."""
         element = DTYPE_BYTES[dtype]
         width = shares(self.kda_heads, world)[rank] * self.kda_head_dim
         kda = width * self.kda_head_dim * 4 + (self.conv_taps - 1) * 3 * width * element

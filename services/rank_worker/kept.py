@@ -73,7 +73,6 @@ class Inventory:
         if arena.owners[lane] != kept.owner or arena.borrowed[lane]:
             mine = int(arena.owners[lane])
             raise ValueError(f"lane {lane} is rank {mine}'s, and kept state {operation.state} is rank {kept.owner}'s")
-
         self._take_pages(lane, operation, kept)
         fixed = list(self._fixed(lane, place, kept.at))
         parts = [part for part, _ in fixed]

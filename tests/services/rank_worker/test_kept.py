@@ -245,7 +245,7 @@ def test_nothing_is_kept_of_a_reply() -> None:
 
 
 def test_too_few_pages_for_the_fixed_part() -> None:
-    ranks = made(1, False, page_rows=64, context=256)
+    ranks = made(1, False, "bf16", page_rows=64, context=256)
     ranks.begin(0, range(4))
     chunk(ranks, 0, 0, 64, False)
     refused(ranks, "1 pages a rank are too few", frames.Keep(0, 7, 64, fixed_pages(ranks, 30)[:1]))
