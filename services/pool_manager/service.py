@@ -44,9 +44,10 @@ _RouterStream = Stream[pb.SessionRequest, pb.SessionResponse]
 
 @dataclass(frozen=True)
 class PoolManagerSettings:
-    """context None: the model's longest. cache_bytes: budget for kept states. headroom: rows of a reply that admission
-    reserves. borrow: lend free pages of other owners to prompts that are being computed. Durations in seconds. state_dir
-    None: nothing outlives this process (temporary groups)."""
+    """context None: the model's longest. cache_bytes: budget for kept states; keep_from: tokens of the shortest one, carry_from:
+    of the shortest one whose rows move to another rank. headroom: rows of a reply that admission reserves. borrow: lend free
+    pages of other owners to prompts that are being computed. Durations in seconds. state_dir None: nothing outlives this
+    process (temporary groups)."""
 
     world: int
     context: int | None
@@ -55,6 +56,8 @@ class PoolManagerSettings:
     split: Choice = "auto"
     borrow: bool = True
     cache_bytes: int = 16 << 30
+    keep_from: int = 4096
+    carry_from: int = 2048
     plan_order: Order = "new"
     secret: bytes = b""
     bind: str = "127.0.0.1:0"

@@ -30,7 +30,7 @@ _GRACE_SECONDS = 1.0
 @dataclass(frozen=True)
 class RouterSettings:
     """`chunk_rows` is a multiple of 64; `model` is where tokenizer.json is, if there is one; `name` shows in refusals; round
-    streams are reopened for `dead_after` seconds."""
+    streams are reopened for `dead_after` seconds. `keep_replies`: idle time computes replies' tokens to keep their state."""
 
     manager: str
     bind: str = "127.0.0.1:0"
@@ -41,6 +41,7 @@ class RouterSettings:
     max_waiting: int = 256
     name: str = ""
     dead_after: float = 30.0
+    keep_replies: bool = True
 
 
 class Router:
