@@ -619,6 +619,7 @@ class Granted(_message.Message):
     WORKER_ADDRESSES_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
     HEADROOM_FIELD_NUMBER: _builtins.int
+    KEEP_FROM_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     epoch: _builtins.int
     round_key: _builtins.bytes
@@ -626,6 +627,8 @@ class Granted(_message.Message):
     mac: _builtins.bytes
     headroom: _builtins.int
     """Rows of a reply that admission reserves."""
+    keep_from: _builtins.int
+    """Tokens of the shortest state that is kept; 0: none is."""
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan: ...
     @_builtins.property
@@ -645,10 +648,11 @@ class Granted(_message.Message):
         worker_addresses: _abc.Iterable[_builtins.str] | None = ...,
         identity: Global___Identity | None = ...,
         headroom: _builtins.int = ...,
+        keep_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "headroom", b"headroom", "identity", b"identity", "mac", b"mac", "plan", b"plan", "round_key", b"round_key", "term", b"term", "worker_addresses", b"worker_addresses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "headroom", b"headroom", "identity", b"identity", "keep_from", b"keep_from", "mac", b"mac", "plan", b"plan", "round_key", b"round_key", "term", b"term", "worker_addresses", b"worker_addresses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
