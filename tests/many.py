@@ -7,6 +7,7 @@ computed twice in one run (after parking) must be equal to itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 from collections import Counter
@@ -21,6 +22,7 @@ from harness import oracle
 import services.pool_manager.service as pool_manager
 from latentpool.cli.group import LocalGroup
 from latentpool.client import AdminClient
+from latentpool.errors import LatentPoolError
 from latentpool.geometry import Geometry
 from latentpool.sampling import Sampling
 from latentpool.v1 import router_pb2
@@ -160,6 +162,18 @@ async def play_all(
     return {script.seed: reply for script, reply in zip(scripts, replies, strict=True)}
 
 
+async def carry_any(group: LocalGroup) -> None:
+    """One conversation after another is moved by hand, to any rank."""
+    chance = random.Random(3)
+    async with AdminClient(group.manager.address) as admin:
+        while True:
+            await asyncio.sleep(0.03)
+            for info in await admin.list_conversations():
+                if chance.random() < 0.5:
+                    with contextlib.suppress(LatentPoolError):  # it has ended, is there, or the rank is full
+                        await admin.carry(info.conversation, chance.randrange(len(group.workers)))
+
+
 async def park_any(group: LocalGroup) -> None:
     """One conversation after another is told to give its pages to others, each at most twice: it must get on in between."""
     chance, told = random.Random(4), Counter[int]()
@@ -208,3 +222,17 @@ async def settled(group: LocalGroup) -> None:
         assert pages.reserved == 0
         assert await admin.list_conversations() == []
         assert await admin.check_integrity() == []
+
+
+async def settled_but_kept(group: LocalGroup) -> None:
+    """Everything came back but what kept states hold; and that too once they are evicted."""
+    async with AdminClient(group.manager.address) as admin:
+        for _ in range(200):
+            if not await admin.list_conversations():
+                break
+            await asyncio.sleep(0.05)
+        assert await admin.list_conversations() == []
+        assert await admin.check_integrity() == []
+        await admin.evict([])
+        assert list((await admin.list_kept()).kept) == []
+    await settled(group)

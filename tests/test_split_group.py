@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +26,7 @@ from many import (
     Reply,
     Script,
     cap_pages,
+    carry_any,
     park_any,
     play,
     play_all,
@@ -69,18 +69,6 @@ async def recall_all(group: LocalGroup) -> None:
             if lease.borrowed and not lease.recalled:
                 session.leases.recall(conversation)
         session._order()
-
-
-async def carry_any(group: LocalGroup) -> None:
-    """One conversation after another is moved by hand, to any rank."""
-    chance = random.Random(3)
-    async with AdminClient(group.manager.address) as admin:
-        while True:
-            await asyncio.sleep(0.03)
-            for info in await admin.list_conversations():
-                if chance.random() < 0.5:
-                    with contextlib.suppress(LatentPoolError):  # it has ended, is there, or the rank is full
-                        await admin.carry(info.conversation, chance.randrange(len(group.workers)))
 
 
 @dataclass(frozen=True)
