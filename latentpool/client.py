@@ -105,9 +105,10 @@ class Client(_Caller):
         timeout: float | None = None,  # noqa: ASYNC109 (the call's deadline)
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Streams the reply to a text, to token ids, or to a `chat`, which the checkpoint's template makes a prompt of, with
-        `tools` as the template takes them: Waiting, Filling and Chunk events, then one Completion. `rewind`: tokens of the prompt
-        before its newest user message, if the caller knows; a chat knows it itself. A background request yields to those that
-        are not. Closing the iterator cancels the request. Raises ReplayError if the reply could not be continued as it began."""
+        `tools` as the template takes them: Waiting, Filling and Chunk events, then one Completion. `rewind`: tokens of the
+        prompt before its newest user message, if the caller knows; a chat knows it itself. A background request yields to
+        those that are not. Closing the iterator cancels the request. Raises ReplayError if the reply could not be continued
+        as it began."""
         request = router_pb2.GenerateRequest(
             request_id=request_id,
             sampling=(sampling or Sampling()).to_proto(),
@@ -205,7 +206,7 @@ class AdminClient(_Caller):
         return list((await self._call(self._stub.Evict(request, timeout=self._timeout))).evicted)
 
     async def watch(self, interval: float | None = None) -> AsyncGenerator[pool_admin_pb2.WatchResponse, None]:
-        """Pages, conversations, kept states and ranks, now and every `interval` seconds (None: 1; at least 0.2) until closed."""
+        """Pages, conversations, kept states and ranks: now, then every `interval` seconds (None: 1; at least 0.2)."""
         request = pool_admin_pb2.WatchRequest(interval_seconds=interval)
         async with aclosing(self._stream(self._stub.Watch(request))) as responses:
             async for response in responses:

@@ -68,7 +68,14 @@ class Settings:
         "Keep a conversation's latent rows on its owner alone (on), or on every rank (off); auto: on from two ranks.",
     )
     borrow: bool = _setting(True, kinds.BOOL, "Lend free pages of other owners to prompts that are being computed.")
-    cache: int = _setting(16 << 30, kinds.BYTES_OR_NONE, "Most bytes a rank sets aside for kept states.")
+    cache: int = _setting(16 << 30, kinds.BYTES_OR_NONE, "Most bytes a rank gives to kept prompts; 0 keeps none.")
+    keep_from: int = _setting(4096, kinds.TOKENS, "Shortest prompt that is kept, in tokens.")
+    carry_from: int = _setting(
+        2048,
+        kinds.TOKENS,
+        "Shortest kept prompt that moves to another rank where its own has no room; shorter ones are computed again.",
+    )
+    keep_replies: bool = _setting(True, kinds.BOOL, "Keep replies too: idle ranks compute them as the next turn's prompt.")
     plan_order: Literal["new", "stated"] = _setting(
         "new", kinds.choice("new", "stated"), "Order in which room is given out; stated is the older one, to compare."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from latentpool.cli import bench, demo, plan, pool, services, talk, up, verify
+from latentpool.cli import bench, chat, conversations, demo, kept, plan, pool, services, talk, top, up, verify
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,7 +24,9 @@ def latentpool() -> None:
     latentpool plan --model DIR --room 15.2GiB   what would fit, from config.json alone
     latentpool up --model DIR --ranks 2          a whole group on this machine
     latentpool generate "Once upon a time"       a reply from it
+    latentpool chat                              a talk with it, turn by turn
     latentpool pages                             a picture of its pool
+    latentpool top                               all of it, live
 
     Every setting is a flag (--kv-pages), an environment variable (LATENTPOOL_KV_PAGES) and a key of one TOML file
     (kv-pages in ./latentpool.toml or --config); the first one that is given counts.
@@ -41,11 +43,14 @@ app.command("router", rich_help_panel=_RUN)(services.router)
 app.command("pool-manager", rich_help_panel=_RUN)(services.pool_manager)
 app.command("rank-worker", rich_help_panel=_RUN)(services.rank_worker)
 app.command("generate", rich_help_panel=_USE)(talk.generate)
+app.command("chat", rich_help_panel=_USE)(chat.chat)
 app.command("score", rich_help_panel=_USE)(talk.score)
 app.command("plan", rich_help_panel=_LOOK)(plan.plan)
 app.command("pages", rich_help_panel=_LOOK)(pool.pages)
-app.command("conversations", rich_help_panel=_LOOK)(pool.conversations)
-app.command("carry", rich_help_panel=_LOOK)(pool.carry)
+app.command("conversations", rich_help_panel=_LOOK)(conversations.conversations)
+app.command("carry", rich_help_panel=_LOOK)(conversations.carry)
+app.command("kept", rich_help_panel=_LOOK)(kept.kept)
+app.command("top", rich_help_panel=_LOOK)(top.top)
 app.command("ranks", rich_help_panel=_LOOK)(pool.ranks)
 app.command("bench", rich_help_panel=_LOOK)(bench.bench)
 app.command("verify", rich_help_panel=_LOOK)(verify.verify)

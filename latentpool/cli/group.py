@@ -45,6 +45,10 @@ class LocalGroup:
         audit: bool = False,
         memory_bytes: int = 1 << 30,
         headroom: int = 2048,
+        cache_bytes: int = 16 << 30,
+        keep_from: int = 4096,
+        carry_from: int = 2048,
+        keep_replies: bool = True,
         secret: bytes = b"",
         engines: Mapping[int, str] | None = None,
     ) -> None:
@@ -58,6 +62,9 @@ class LocalGroup:
                 split=split,
                 borrow=borrow,
                 headroom=headroom,
+                cache_bytes=cache_bytes,
+                keep_from=keep_from,
+                carry_from=carry_from,
                 secret=secret,
             )
         )
@@ -81,7 +88,9 @@ class LocalGroup:
         ]
         self._hub = Hub(world) if transport == "inproc" else None
         self._engines = engines or {}
-        self._model, self._chunk_rows, self._secret = model, chunk_rows, secret
+        self._router_settings = RouterSettings(
+            manager="", model=model, chunk_rows=chunk_rows, secret=secret, keep_replies=keep_replies
+        )
         self.workers: list[RankWorker] = []
         self.router: Router
         self.client: Client
@@ -106,9 +115,7 @@ class LocalGroup:
             worker = RankWorker(replace(settings, manager=self.manager.address), self._hub, engine_module=module)
             self.workers.append(worker)
             await self._run(worker)
-        self.router = Router(
-            RouterSettings(manager=self.manager.address, model=self._model, chunk_rows=self._chunk_rows, secret=self._secret)
-        )
+        self.router = Router(replace(self._router_settings, manager=self.manager.address))
         await self._run(self.router)
         failed = asyncio.create_task(self.failed())
         serving = asyncio.create_task(until_serving(self.router.address))

@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from latentpool.cli.calls import as_dict, as_json, ask_router
 from latentpool.cli.options import Json, takes
+from latentpool.cli.tables import MARKS
 from latentpool.client import Client, GenerateEvent
 from latentpool.config import Settings
 from latentpool.errors import ConfigError
@@ -86,7 +87,7 @@ async def stream_reply(client: Client, prompt: Prompt, how: Sampling, write: Any
     text = ""
     log_probs: list[dict[str, Any]] = []
     completion = pb.Completion()
-    async for event in _with_progress(client.generate(prompt, how, background=background), console):
+    async for event in with_progress(client.generate(prompt, how, background=background), console):
         if isinstance(event, pb.Chunk):
             ids += event.token_ids
             text += event.text
@@ -104,7 +105,7 @@ async def stream_reply(client: Client, prompt: Prompt, how: Sampling, write: Any
     return {"text": text, "token_ids": ids} | scored | as_dict(completion)
 
 
-async def _with_progress(events: AsyncIterator[GenerateEvent], console: Console) -> AsyncIterator[GenerateEvent]:
+async def with_progress(events: AsyncIterator[GenerateEvent], console: Console) -> AsyncIterator[GenerateEvent]:
     """Passes events on; on a terminal it shows waiting and filling until the first token."""
     with console.status("waiting for the router") as status:
         async for event in events:
@@ -121,19 +122,28 @@ async def _with_progress(events: AsyncIterator[GenerateEvent], console: Console)
 
 def summary(completion: pb.Completion) -> str:
     """Usage, timings, moves, seed and receipt, in two lines."""
+    receipt = completion.receipt
+    return (
+        f"{usage_line(completion)}; seed {completion.seed}\nreceipt {receipt.sha256} (numerics {receipt.numerics_digest[:16]})"
+    )
+
+
+def usage_line(completion: pb.Completion) -> str:
+    """Usage, timings and moves, in a line."""
     usage, timings = completion.usage, completion.timings
     why = pb.FinishReason.Name(completion.finish_reason).removeprefix("FINISH_REASON_").lower()
     if completion.stop:
         why += f" {completion.stop!r}"
     decoding = timings.total_seconds - timings.first_token_seconds
     rate = f", {(usage.generated_tokens - 1) / decoding:.1f} tokens/s" if usage.generated_tokens > 1 and decoding > 0 else ""
+    mark = MARKS.get(usage.cached_from)
+    source = f" from a {mark} mark" if mark else ""
     computed = {"on borrowed pages": usage.borrowed_tokens, "on fetched rows": usage.fetched_tokens}
     ways = "".join(f", {count:,} {how}" for how, count in computed.items() if count)
     moves = "".join(f"; {what} {_times(n)}" for what, n in (("carried", usage.carried), ("parked", usage.parked)) if n)
     return (
-        f"{usage.prompt_tokens:,} prompt tokens ({usage.cached_tokens:,} cached{ways}), {usage.generated_tokens:,} generated "
-        f"(ended by {why}); first token after {timings.first_token_seconds:.2f} s{rate}{moves}; seed {completion.seed}\n"
-        f"receipt {completion.receipt.sha256} (numerics {completion.receipt.numerics_digest[:16]})"
+        f"{usage.prompt_tokens:,} prompt tokens ({usage.cached_tokens:,} cached{source}{ways}), {usage.generated_tokens:,} "
+        f"generated (ended by {why}); first token after {timings.first_token_seconds:.2f} s{rate}{moves}"
     )
 
 

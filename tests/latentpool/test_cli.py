@@ -11,7 +11,8 @@ from latentpool.cli.talk import read_prompt
 from latentpool.errors import ConfigError
 
 RUN = ("demo", "up", "router", "pool-manager", "rank-worker")
-COMMANDS = (*RUN, "generate", "score", "plan", "pages", "conversations", "carry", "ranks", "bench", "verify")
+LOOK = ("plan", "pages", "conversations", "carry", "kept", "top", "ranks")
+COMMANDS = (*RUN, "generate", "chat", "score", *LOOK, "bench", "verify")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def test_help_teaches_by_example(command):
     assert "--config" in shown.stdout
 
 
-@pytest.mark.parametrize("command", ["plan", "pages", "conversations", "carry", "ranks", "verify", "generate", "score"])
+@pytest.mark.parametrize("command", [*LOOK, "verify", "generate", "score"])
 def test_what_lists_can_print_json(command):
     assert "--json" in run(command, "--help").stdout
 
@@ -50,7 +51,13 @@ def test_what_lists_can_print_json(command):
         (("ranks", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
         (("conversations", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
         (("carry", "7", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
+        (("kept", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
+        (("kept", "--evict-all", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
+        (("top", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
+        (("top", "--json", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
+        (("pages", "--watch", "--manager", "127.0.0.1:1"), "pool manager", "--manager"),
         (("generate", "hello", "--address", "127.0.0.1:1"), "router", "--address"),
+        (("chat", "--address", "127.0.0.1:1"), "router", "--address"),
         (("score", "hello", "--address", "127.0.0.1:1"), "router", "--address"),
     ],
 )
@@ -146,6 +153,20 @@ def test_settings_of_the_split_reach_the_services(monkeypatch):
     assert (worker.audit, worker.staging_rows) == (False, 32768)
     worker = told(monkeypatch, *WORKER, "--audit", "--staging-rows", "640")
     assert (worker.audit, worker.staging_rows) == (True, 640)
+
+
+def test_settings_of_kept_prompts_reach_the_services(monkeypatch):
+    manager = told(monkeypatch, *MANAGER)
+    assert (manager.cache_bytes, manager.keep_from, manager.carry_from) == (16 << 30, 4096, 2048)
+    manager = told(monkeypatch, *MANAGER, "--cache", "0", "--keep-from", "1k", "--carry-from", "64")
+    assert (manager.cache_bytes, manager.keep_from, manager.carry_from) == (0, 1024, 64)
+    assert told(monkeypatch, *ROUTER).keep_replies is True
+    assert told(monkeypatch, *ROUTER, "--no-keep-replies").keep_replies is False
+
+
+def test_up_takes_the_settings_of_kept_prompts():
+    shown = run("up", "--help").stdout
+    assert all(flag in shown for flag in ("--cache", "--keep-from", "--carry-from", "--no-keep-replies"))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """The picture of the pool: cells, totals, colours, legend."""
 
-from latentpool.cli.picture import picture
+from latentpool.cli.picture import Cell, bar, picture
 from latentpool.v1 import pool_admin_pb2 as pb
 
 LIVE, BORROWED, FREE, FENCED = pb.PAGE_KIND_LIVE, pb.PAGE_KIND_BORROWED, pb.PAGE_KIND_FREE, pb.PAGE_KIND_FENCED
+KEPT = pb.PAGE_KIND_KEPT
 
 
 def pool(*runs, pages):
@@ -59,6 +60,40 @@ def test_a_conversation_has_one_colour_on_its_owner_and_where_it_borrows():
     assert len(colours(drawn, "▚")) == 1
     assert colours(drawn, "▚") < colours(drawn, "█")
     assert len(colours(drawn, "█")) == 2
+
+
+def test_kept_and_shared_pages_have_marks_of_their_own():
+    drawn = picture(
+        pool(
+            pb.PageRun(first=0, count=3, kind=KEPT, state=5, holders=1),
+            pb.PageRun(first=3, count=2, kind=KEPT, state=5, holders=2),
+            pb.PageRun(first=5, count=2, kind=LIVE, state=5, conversation=7, holders=2),
+            pb.PageRun(first=7, count=1, kind=LIVE, conversation=7, holders=1),
+            pb.PageRun(first=8, count=2, kind=LIVE, conversation=7, holders=2),
+            pb.PageRun(first=10, count=1, kind=FENCED, conversation=7),
+            pages=11,
+        )
+    )
+    assert drawn.plain.startswith("11 pages of 64 rows (704 tokens): 3 free, 2 reserved, 7 kept, 6 shared\n")
+    assert " every rank 11 pages: 1 live, 6 shared, 3 kept, 1 fenced\n            ▓▓▓▀▀▀▀█▀▀▒\n" in drawn.plain
+    legend = drawn.plain.split("▒\n")[1].split()
+    assert " ".join(legend) == (
+        "█ conversation 7 1 ▀ shared by 7 2 ▀ kept, used by 7 2 ▀ shared by kept states 2 ▓ kept 3 ▒ fenced 1"
+    )
+    (colour,) = colours(drawn, "█")
+    assert colours(drawn, "▀") == {colour, f"{colour} on blue", "blue"}, "what is kept lies on its colour"
+
+
+def test_a_page_of_a_conversation_and_a_state_is_shared_whoever_counts_its_holders():
+    drawn = picture(pool(pb.PageRun(first=0, count=2, kind=LIVE, state=5, conversation=7), pages=2)).plain
+    assert "2 pages: 2 shared\n            ▀▀\n" in drawn
+
+
+def test_a_bar_holds_all_pages_of_an_owner():
+    cells = [*[Cell("live", 7)] * 3, *[Cell("free")] * 96, Cell("kept", kept=True)]
+    assert bar(cells, 100).plain == "███" + "·" * 96 + "▓"
+    assert bar(cells, 40).plain == "█" + "·" * 32 + "▓"
+    assert bar([], 40).plain == ""
 
 
 def test_one_page_in_use_shows_in_a_large_pool():

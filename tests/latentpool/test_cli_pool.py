@@ -1,64 +1,26 @@
 """Commands that ask the pool manager, against one that answers as it is told."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
+from fake_admin import run, serving
 from rich.console import Console
-from typer.testing import CliRunner
 
-from latentpool.cli import pool
-from latentpool.cli.app import app
+from latentpool.cli import tables
+from latentpool.cli.conversations import state
 from latentpool.v1 import pool_admin_pb2 as pb
-from latentpool.v1 import pool_admin_pb2_grpc, rank_worker_pb2
+from latentpool.v1 import rank_worker_pb2
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Manager(pool_admin_pb2_grpc.PoolAdminServicer):
-    """Answers each call with what `replies` holds under its name: a message, or (status, words)."""
-
-    def __init__(self):
-        self.replies = {}
-        self.asked = None
-
-    def _reply(self, name, request, context):
-        self.asked = request
-        reply = self.replies[name]
-        if isinstance(reply, tuple):
-            context.abort(*reply)
-        return reply
-
-    def ListPages(self, request, context):  # noqa: N802
-        return self._reply("pages", request, context)
-
-    def ListConversations(self, request, context):  # noqa: N802
-        return self._reply("conversations", request, context)
-
-    def GetRanks(self, request, context):  # noqa: N802
-        return self._reply("ranks", request, context)
-
-    def Carry(self, request, context):  # noqa: N802
-        return self._reply("carry", request, context)
 
 
 @pytest.fixture
 def manager(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    service = Manager()
-    with ThreadPoolExecutor(2) as threads:
-        server = grpc.server(threads)
-        pool_admin_pb2_grpc.add_PoolAdminServicer_to_server(service, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        monkeypatch.setenv("LATENTPOOL_MANAGER", f"127.0.0.1:{port}")
+    with serving() as (service, address):
+        monkeypatch.setenv("LATENTPOOL_MANAGER", address)
         yield service
-        server.stop(0).wait()
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
 
 
 def test_a_carry_tells_where_it_came_from_and_what_it_moved(manager):
@@ -118,6 +80,32 @@ def test_conversations_say_what_they_do_and_whose_they_are(manager):
     assert rows["5"].startswith("running 3 every rank ")
 
 
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"state": pb.CONVERSATION_STATE_FILLING, "prompt_tokens": 900, "rows": 448}, "filling 49%"),
+        ({"state": pb.CONVERSATION_STATE_FILLING, "prompt_tokens": 900}, "filling 0%"),
+        ({"state": pb.CONVERSATION_STATE_DECODING, "prompt_tokens": 900, "rows": 950}, "decoding"),
+        ({"state": pb.CONVERSATION_STATE_FILLING, "prompt_tokens": 900, "rows": 450, "idle": True}, "keeping 50%"),
+        ({"state": pb.CONVERSATION_STATE_RUNNING, "prompt_tokens": 900, "idle": True}, "keeping 0%"),
+        ({"state": pb.CONVERSATION_STATE_WAITING, "prompt_tokens": 900, "idle": True}, "waiting"),
+        ({"state": pb.CONVERSATION_STATE_PARKING, "prompt_tokens": 900, "idle": True}, "parking"),
+        ({"state": pb.CONVERSATION_STATE_CARRYING, "prompt_tokens": 900, "carried_to": 2}, "carrying to rank 2"),
+        ({"state": 99}, "unknown"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_conversation_does(info, words):
+    assert state(pb.ConversationInfo(**info)) == words
+
+
+def test_conversations_say_what_was_cached(manager):
+    entry = pb.ConversationInfo(conversation=1, state=pb.CONVERSATION_STATE_DECODING, prompt_tokens=9_000, cached_tokens=8_960)
+    manager.replies["conversations"] = pb.ListConversationsResponse(conversations=[entry])
+    assert "9,000           8,960" in run("conversations").stdout
+    assert json.loads(run("conversations", "--json").stdout)[0]["cached_tokens"] == 8_960
+
+
 def test_ranks_say_what_they_sent(manager):
     sent = rank_worker_pb2.LinkBytes(sums=97 << 20, queries=5 << 18, outputs=5 << 18, rows=1 << 19, samples=9)
     ranks = [
@@ -151,6 +139,27 @@ def test_pages_by_owner(manager):
     assert "borrowed by 3 2" in shown
 
 
+def test_pages_again_and_again(manager):
+    """Where stdout is no terminal a watch prints one picture after another."""
+    runs = [pb.PageRun(first=0, count=2, stride=1, kind=pb.PAGE_KIND_LIVE, conversation=7)]
+    pages = [pb.ListPagesResponse(runs=runs, pages=2, page_rows=64, free=free) for free in (5, 6)]
+    gone = (grpc.StatusCode.UNAVAILABLE, "the pool manager stops")
+    manager.replies["watch"] = [*(pb.WatchResponse(pages=told) for told in pages), gone]
+    shown = run("pages", "--watch")
+    assert [line for line in shown.stdout.splitlines() if "free" in line] == [
+        "2 pages of 64 rows (128 tokens): 5 free, 0 reserved",
+        "2 pages of 64 rows (128 tokens): 6 free, 0 reserved",
+    ]
+    assert shown.stdout.count("██") == 2
+    assert manager.asked.interval_seconds == 1.0
+    assert shown.exit_code == 1
+    assert shown.stderr.endswith("the pool manager stops\n")
+    assert shown.stderr.count("\n") == 1
+    for other in ("--check", "--json"):
+        refused = run("pages", "--watch", other)
+        assert (refused.exit_code, refused.stderr) == (2, f"latentpool: --watch: goes without {other}\n")
+
+
 def test_a_narrow_terminal_loses_no_word_of_a_table(capsys):
     row = (
         "0",
@@ -162,8 +171,8 @@ def test_a_narrow_terminal_loses_no_word_of_a_table(capsys):
         "118.02 MiB",
         "1.1 s ago",
     )
-    table = pool._table("rank", "state", "host", "address", "loaded", "resident", "room", "heard")
+    table = tables.table("rank", "state", "host", "address", "loaded", "resident", "room", "heard")
     table.add_row(*row)
-    pool._show(Console(width=40), table)
+    tables.show(Console(width=40), table)
     shown = capsys.readouterr().out
     assert all(cell in shown for cell in row)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from latentpool.cli import talk
 from latentpool.cli.app import app
 from latentpool.sampling import Sampling
+from latentpool.v1 import pool_manager_pb2
 from latentpool.v1 import router_pb2 as pb
 
 SCORE = pb.TokenLogProb(log_prob=-0.5, top_ids=[7, 9], top_log_probs=[-0.5, -1.5])
@@ -69,6 +70,9 @@ def test_the_last_lines_say_how_the_prompt_was_computed_and_where_it_went() -> N
     told = talk.summary(pb.Completion(usage=usage, seed=5))
     assert "900 prompt tokens (0 cached, 640 on borrowed pages, 1,260 on fetched rows)" in told
     assert "; carried once; parked 2 times; seed 5\n" in told
+    resumed = pb.Usage(prompt_tokens=900, cached_tokens=832, cached_from=pool_manager_pb2.MARK_REPLY, fetched_tokens=68)
+    told = talk.summary(pb.Completion(usage=resumed))
+    assert "900 prompt tokens (832 cached from a reply mark, 68 on fetched rows), 0 generated" in told
 
 
 def test_without_flags_nothing_is_cut(asked: Asked) -> None:

@@ -67,6 +67,10 @@ def test_values_are_read_in_their_type():
         ({"temperature": "nan"}, "--temperature nan: temperature must be a number from 0 to 100"),
         ({"top_k": "2000"}, "--top-k 2000: top-k must be a whole number from 0 to 1024"),
         ({"chunk_rows": "100"}, "--chunk-rows 100: chunk-rows must be a multiple of 64 from 64 to 65536"),
+        (
+            {"keep_from": "0"},
+            "--keep-from 0: keep-from must be a number of tokens such as 1M (1,048,576), 128k (131,072) or 4096",
+        ),
         ({"staging_rows": "96"}, "--staging-rows 96: staging-rows must be a multiple of 64 from 64 to 1048576"),
         ({"staging_rows": "0"}, "--staging-rows 0: staging-rows must be a multiple of 64 from 64 to 1048576"),
         ({"metrics_bind": ":9400"}, "--metrics-bind :9400: metrics-bind must be host:port, with a port from 0 to 65535"),
@@ -147,6 +151,13 @@ def test_settings_of_the_split():
     assert (load().borrow, load().audit, load().staging_rows) == (False, True, 1 << 20)
     assert load({"borrow": True, "audit": False}).borrow is True
     assert config.as_flags(load(), ("borrow", "audit")) == ["--no-borrow", "--audit"]
+
+
+def test_settings_of_kept_prompts():
+    assert (load().cache, load().keep_from, load().carry_from, load().keep_replies) == (16 << 30, 4096, 2048, True)
+    write('cache = 0\nkeep-from = "1k"\ncarry-from = 64\nkeep-replies = false')
+    assert (load().cache, load().keep_from, load().carry_from, load().keep_replies) == (0, 1024, 64, False)
+    assert config.as_flags(load(), ("keep_from", "keep_replies")) == ["--keep-from", "1024", "--no-keep-replies"]
 
 
 def test_one_address_for_the_metrics_of_every_service_of_a_host():
