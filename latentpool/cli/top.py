@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -21,6 +21,8 @@ from latentpool.cli.tables import MARKS, ago, count
 from latentpool.config import Settings
 from latentpool.units import format_bytes
 from latentpool.v1 import pool_admin_pb2 as pb
+
+T = TypeVar("T")
 
 _BAR = 40
 _HEADS = 3
@@ -109,7 +111,7 @@ class View:
 
     def _conversations(self, entries: list[pb.ConversationInfo], lines: int) -> RenderableType:
         listed = _table("conversation", "request", "state", "owner", "tokens", "cached", "pages", "borrowed", "tokens/s", "age")
-        for entry in entries[: max(lines, 0)]:
+        for entry in _fitting(entries, lines):
             listed.add_row(
                 str(entry.conversation),
                 entry.request_id,
@@ -133,7 +135,7 @@ def _group(told: pb.WatchResponse) -> Text:
 
 def _kept(entries: list[pb.KeptInfo], lines: int) -> RenderableType:
     listed = _table("kept", "request", "mark", "owner", "tokens", "size", "hits", "last use", "")
-    for entry in entries[: max(lines, 0)]:
+    for entry in _fitting(entries, lines):
         listed.add_row(
             str(entry.state),
             entry.request_id,
@@ -153,6 +155,11 @@ def _table(*columns: str) -> Table:
     for column in columns:
         listed.add_column(column, no_wrap=True)
     return listed
+
+
+def _fitting(entries: list[T], lines: int) -> list[T]:
+    """Those that fit beside a line that counts the others; without others that line is theirs too."""
+    return entries if len(entries) <= lines + 1 else entries[: max(lines, 0)]
 
 
 def _with_rest(listed: Table, number: int, thing: str) -> RenderableType:

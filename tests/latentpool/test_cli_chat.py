@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
+from pseudo_terminal import Terminal
 from typer.testing import CliRunner
 
 from latentpool.cli.app import app
@@ -110,46 +105,9 @@ def test_what_is_no_text_and_who_cannot_chat(router: Router) -> None:
     assert router.chats == []
 
 
-class Terminal:
-    """The command on a terminal of its own."""
-
-    def __init__(self) -> None:
-        self._end, inner = pty.openpty()
-        command = [sys.executable, "-m", "latentpool.cli", "chat"]
-        environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
-        self.process = subprocess.Popen(
-            command, stdin=inner, stdout=inner, stderr=inner, env=environment, start_new_session=True
-        )
-        os.close(inner)
-        self.shown = ""
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        try:
-            while piece := os.read(self._end, 4096):
-                self.shown += piece.decode(errors="replace")
-        except OSError:
-            pass  # the command has ended
-
-    def type(self, line: str) -> None:
-        os.write(self._end, line.encode())
-
-    def until(self, words: str, times: int = 1) -> None:
-        ends = time.monotonic() + 40
-        while self.shown.count(words) < times:
-            assert time.monotonic() < ends, f"{words!r} did not appear in {self.shown!r}"
-            time.sleep(0.02)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self._end)
-
-
 @pytest.fixture
 def terminal(router: Router) -> Iterator[Terminal]:
-    opened = Terminal()
+    opened = Terminal("chat")
     yield opened
     opened.close()
 
@@ -175,7 +133,7 @@ def test_ctrl_c_leaves_at_once_and_nothing_behind(router: Router, terminal: Term
         router.hang = True
         terminal.type("hello\n")
         terminal.until("you said ")
-    os.killpg(terminal.process.pid, signal.SIGINT)
+    terminal.ctrl_c()
     assert terminal.process.wait(20) == 130
     assert "Traceback" not in terminal.shown
     if moment == "in a reply":

@@ -1,9 +1,13 @@
 """latentpool top: rates of counters, and a picture that fits its screen."""
 
+import itertools
 import json
+import time
 
+import grpc
 import pytest
 from fake_admin import run, serving
+from pseudo_terminal import Terminal
 from rich.console import Console
 
 from latentpool.cli.rates import Rates, counters
@@ -123,6 +127,37 @@ def test_once_takes_two_looks_for_the_rates(manager):
     assert "replying 100 tokens/s" in shown.stdout
     assert shown.stdout == run("top", "--interval", "0.5").stdout, "where stdout is no terminal"
     assert json.loads(run("top", "--json").stdout)["conversations"]["conversations"][1]["rows"] == "100"
+
+
+@pytest.mark.parametrize("command", [("top", "--interval", "0.2"), ("pages", "--watch")])
+def test_ctrl_c_is_how_one_leaves(manager, command):
+    def again_and_again():
+        for rows in itertools.count(100, 10):
+            yield told(rows=(448, rows))
+            time.sleep(0.1)
+
+    manager.replies["watch"] = again_and_again()
+    terminal = Terminal(*command)
+    try:
+        terminal.until("8 pages of 64 rows (512 tokens): 2 free", times=3)
+        terminal.ctrl_c()
+        assert terminal.process.wait(20) == 0
+    finally:
+        terminal.close()
+    assert "Traceback" not in terminal.shown
+    assert "latentpool: " not in terminal.shown
+    assert terminal.shown.count("\x1b[?1049h") == terminal.shown.count("\x1b[?1049l") == 1, "the screen is given back"
+
+
+def test_a_group_that_goes_ends_the_view_with_its_words(manager):
+    manager.replies["watch"] = [told(), (grpc.StatusCode.UNAVAILABLE, "the pool manager stops")]
+    terminal = Terminal("top")
+    try:
+        assert terminal.process.wait(20) == 1
+        terminal.until("the pool manager stops")
+    finally:
+        terminal.close()
+    assert "Traceback" not in terminal.shown
 
 
 def test_an_interval_that_nobody_serves(manager):
