@@ -1,4 +1,4 @@
-"""Writes a random checkpoint of any `glm5_next` geometry in the release's layout, with a byte-level tokenizer.
+"""Writes a random checkpoint of any `glm5_next` geometry in the release's layout, a byte-level tokenizer, a chat template.
 
     python tools/make_checkpoint.py OUT --preset demo
     python tools/make_checkpoint.py OUT --config my/config.json --seed 7 --dtype f32 --shards 3
@@ -40,6 +40,12 @@ SPECIAL = (
     "<|observation|>",
     "<think>",
     "</think>",
+)
+CHAT_TEMPLATE = (
+    "[gMASK]<sop>"
+    "{% if tools %}<|system|>\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}\n"
 )
 ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 _DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f32": np.dtype(np.float32)}
@@ -207,6 +213,11 @@ def write_tokenizer(out: Path, vocab: int) -> None:
     _write_json(out / "tokenizer.json", spec)
 
 
+def write_chat_template(out: Path) -> None:
+    """Roles as the release marks them; what a reply adds to its prompt is what the next prompt says of it."""
+    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+
+
 def _byte_letters() -> list[str]:
     """The printable letter that the byte-level pre-tokenizer writes for each byte."""
     kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -232,6 +243,7 @@ def make_checkpoint(out: Path, config: Mapping[str, Any], seed: int, dtype: str,
     ends = {key: text[key] for key in ("eos_token_id", "pad_token_id") if key in text}
     _write_json(out / "generation_config.json", ends | {"do_sample": True, "temperature": 1.0, "top_p": 0.95})
     write_tokenizer(out, geometry.vocab)
+    write_chat_template(out)
     return write_weights(out, geometry, seed, dtype, shards)
 
 
