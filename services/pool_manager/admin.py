@@ -1,36 +1,36 @@
-"""PoolAdmin: what operators read, and the one thing they may do: carry a conversation."""
+"""PoolAdmin: what operators read, and what they may do: carry a conversation, evict kept states."""
 
 # ruff: noqa: N802  # gRPC names its handlers
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import grpc
 import grpc.aio
 
+from latentpool.errors import LatentPoolError
 from latentpool.v1 import pool_admin_pb2 as pb
 from latentpool.v1 import pool_admin_pb2_grpc
-from services.pool_manager.books import Kind
+from services.pool_manager import pictures
 from services.pool_manager.group import Group
-from services.pool_manager.lease import Lease, Waiting
+from services.pool_manager.keeping import EvictError
 from services.pool_manager.leases import Leases
-from services.pool_manager.plan import Plan, to_proto
+from services.pool_manager.plan import to_proto
 from services.pool_manager.relief import CarryError
 from services.pool_manager.session import Session
 
-_KINDS = {
-    Kind.FREE: pb.PAGE_KIND_FREE,
-    Kind.LEASED: pb.PAGE_KIND_LIVE,
-    Kind.FENCED: pb.PAGE_KIND_FENCED,
-}
 _CANNOT_CARRY = {
     "conversation": grpc.StatusCode.NOT_FOUND,
     "rank": grpc.StatusCode.INVALID_ARGUMENT,
     "state": grpc.StatusCode.FAILED_PRECONDITION,
 }
+_CANNOT_EVICT = {"unknown": grpc.StatusCode.NOT_FOUND, "used": grpc.StatusCode.FAILED_PRECONDITION}
+_INTERVAL = 1.0
+_SHORTEST = 0.2
 
 
 class View(Protocol):
@@ -46,6 +46,7 @@ class View(Protocol):
     def term(self) -> int: ...
     @property
     def router_name(self) -> str: ...
+    async def ended(self) -> LatentPoolError | None: ...
 
 
 class Admin(pool_admin_pb2_grpc.PoolAdminServicer):
@@ -71,34 +72,19 @@ class Admin(pool_admin_pb2_grpc.PoolAdminServicer):
         if leases is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self._no_plan())
         assert leases is not None
-        return pb.ListPagesResponse(
-            runs=page_runs(leases),
-            pages=leases.plan.pages,
-            free=sum(leases.books.free(residue) for residue in range(leases.books.residues)),
-            reserved=sum(lease.quota for lease in leases.running.values()),
-            page_rows=leases.plan.page_rows,
-        )
+        return pictures.pages(leases)
 
     async def ListConversations(
         self,
         request: pb.ListConversationsRequest,
         context: grpc.aio.ServicerContext[pb.ListConversationsRequest, pb.ListConversationsResponse],
     ) -> pb.ListConversationsResponse:
-        leases = self._view.leases
-        return pb.ListConversationsResponse(conversations=[] if leases is None else self._conversations(leases))
+        return self._conversations()
 
     async def GetRanks(
         self, request: pb.GetRanksRequest, context: grpc.aio.ServicerContext[pb.GetRanksRequest, pb.GetRanksResponse]
     ) -> pb.GetRanksResponse:
-        group = self._view.group
-        return pb.GetRanksResponse(
-            ranks=[self._rank(group, rank) for rank in range(group.world)],
-            world=group.world,
-            epoch=group.epoch,
-            term=self._view.term,
-            group_state=group.state,
-            router=self._view.router_name,
-        )
+        return self._ranks()
 
     async def CheckIntegrity(
         self,
@@ -134,27 +120,80 @@ class Admin(pool_admin_pb2_grpc.PoolAdminServicer):
             await context.abort(grpc.StatusCode.ABORTED, why)
         return pb.CarryResponse(from_owner=old, to_owner=move.owner, pages=pages, seconds=self._clock() - began)
 
+    async def ListKept(
+        self, request: pb.ListKeptRequest, context: grpc.aio.ServicerContext[pb.ListKeptRequest, pb.ListKeptResponse]
+    ) -> pb.ListKeptResponse:
+        return self._kept()
+
+    async def Evict(
+        self, request: pb.EvictRequest, context: grpc.aio.ServicerContext[pb.EvictRequest, pb.EvictResponse]
+    ) -> pb.EvictResponse:
+        """Answers once the workers have forgotten them; UNAVAILABLE without a router, or where it went before."""
+        session = self._view.session
+        if session is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no router serves this group: nothing is kept")
+        assert session is not None
+        try:
+            names, gone = session.evict(request.states)
+        except EvictError as error:
+            await context.abort(_CANNOT_EVICT[error.what], str(error))
+            raise
+        if not await gone:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the router went, and everything that was kept with it")
+        return pb.EvictResponse(evicted=names)
+
+    async def Watch(
+        self, request: pb.WatchRequest, context: grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
+    ) -> AsyncIterator[pb.WatchResponse]:
+        """Everything at once, again after each interval, until the caller goes or the group has ended."""
+        interval = request.interval_seconds if request.HasField("interval_seconds") else _INTERVAL
+        if not interval >= _SHORTEST:
+            text = f"interval_seconds {interval:g}: at least {_SHORTEST:g} is needed"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        end = asyncio.create_task(self._view.ended())
+        try:
+            while True:
+                yield self._everything()
+                if end.done():
+                    return
+                await asyncio.wait({end}, timeout=interval)
+        finally:
+            end.cancel()
+
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _no_plan(self) -> str:
         group = self._view.group
         return f"no plan yet: the group is {group.state} ({len(group.members)} of {group.world} workers have joined)"
 
-    def _conversations(self, leases: Leases) -> Iterator[pb.ConversationInfo]:
-        now = self._clock()
-        for name, lease in leases.running.items():
-            info = _info(lease, now, lease.quota)
-            info.pages, info.borrowed = len(lease.pages), len(lease.borrowed)
-            info.state = pb.CONVERSATION_STATE_PARKING if name in leases.parking else pb.CONVERSATION_STATE_RUNNING
-            if leases.plan.split:
-                info.owner = lease.owner
-            if lease.move is not None:
-                info.state, info.carried_to = pb.CONVERSATION_STATE_CARRYING, lease.move.owner
-            yield info
-        for waiting in leases.waiting:
-            info = _info(waiting, now, leases.quota(waiting.request))
-            info.state = pb.CONVERSATION_STATE_WAITING
-            yield info
+    def _everything(self) -> pb.WatchResponse:
+        leases = self._view.leases
+        return pb.WatchResponse(
+            pages=None if leases is None else pictures.pages(leases),
+            conversations=self._conversations(),
+            kept=self._kept(),
+            ranks=self._ranks(),
+        )
+
+    def _conversations(self) -> pb.ListConversationsResponse:
+        leases = self._view.leases
+        rows = [] if leases is None else pictures.conversations(leases, self._clock())
+        return pb.ListConversationsResponse(conversations=rows)
+
+    def _kept(self) -> pb.ListKeptResponse:
+        leases = self._view.leases
+        return pb.ListKeptResponse() if leases is None else pictures.kept(leases, self._clock())
+
+    def _ranks(self) -> pb.GetRanksResponse:
+        group = self._view.group
+        return pb.GetRanksResponse(
+            ranks=[self._rank(group, rank) for rank in range(group.world)],
+            world=group.world,
+            epoch=group.epoch,
+            term=self._view.term,
+            group_state=group.state,
+            router=self._view.router_name,
+        )
 
     def _rank(self, group: Group, rank: int) -> pb.RankInfo:
         now = self._clock()
@@ -171,39 +210,3 @@ class Admin(pool_admin_pb2_grpc.PoolAdminServicer):
         info.engine_progress = beat.engine_progress
         info.sent.CopyFrom(beat.sent)
         return info
-
-
-def _info(one: Lease | Waiting, now: float, quota: int) -> pb.ConversationInfo:
-    return pb.ConversationInfo(
-        conversation=one.request.conversation,
-        request_id=one.request.request_id,
-        lane=one.request.lane,
-        prompt_tokens=one.request.prompt_tokens,
-        quota=quota,
-        age_seconds=now - one.since,
-    )
-
-
-def page_runs(leases: Leases) -> list[pb.PageRun]:
-    """Every id once: runs of ids of one residue with one kind and one holder, by residue, then id. Pages of a carry under way
-    are live on both sides; the holder of a borrowed page is the borrower."""
-    plan: Plan = leases.plan
-    places = [(_KINDS[kind], 0) for kind in leases.books.kinds()]
-    for conversation, lease in leases.running.items():
-        for page in lease.ids():
-            places[page] = pb.PAGE_KIND_LIVE, conversation
-        for page in lease.borrowed:
-            places[page] = pb.PAGE_KIND_BORROWED, conversation
-    runs: list[pb.PageRun] = []
-    for residue in range(plan.residues):
-        last: tuple[int, int] | None = None
-        for page in range(residue, plan.pages, plan.residues):
-            kind, conversation = places[page]
-            if last == places[page]:
-                runs[-1].count += 1
-                continue
-            last = places[page]
-            owner = residue if plan.split else None
-            run = pb.PageRun(first=page, count=1, stride=plan.residues, kind=kind, owner=owner, conversation=conversation)
-            runs.append(run)
-    return runs

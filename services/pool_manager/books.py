@@ -23,7 +23,7 @@ class Kind(Enum):
 
 class Books:
     """Ids 0..pages-1 in `residues` free sets: id p belongs to residue p % residues, which is its owner's rank where ids
-    have owners. Changes only through take, take_run, give_back and answered."""
+    have owners. An id may have several holders. Changes only through take, take_run, hold, give_back and answered."""
 
     def __init__(self, pages: int, residues: int) -> None:
         if pages % residues:
@@ -34,6 +34,7 @@ class Books:
         self._holders = [0] * pages
         self._fenced: dict[int, list[int]] = {}  # fence -> ids, in the order given back
         self._fenced_of = [0] * residues
+        self._late: dict[int, int] = {}  # id that is still held -> the highest fence of those that let go of it
         self._answered = 0
 
     # ---- asking: changes nothing -------------------------------------------------------------------------------
@@ -45,6 +46,10 @@ class Books:
     def fenced(self, residue: int) -> int:
         """Ids that wait for an answer."""
         return self._fenced_of[residue]
+
+    def holders(self, page: int) -> int:
+        """How many hold an id."""
+        return self._holders[page]
 
     def can_take_run(self, first: int, count: int) -> bool:
         """Whether all of first..first+count-1 are free (one residue only)."""
@@ -76,21 +81,32 @@ class Books:
         self._hold(ids)
         return ids
 
+    def hold(self, ids: Sequence[int]) -> None:
+        """One more holder of ids that have some. Raises ValueError for an id that nobody holds."""
+        for page in ids:
+            if not self._holders[page]:
+                raise ValueError(f"id {page} is to be shared, but nobody holds it")
+        self._hold(ids)
+
     def give_back(self, ids: Sequence[int], fence: int) -> None:
-        """One holder lets go. An id without holders is free once rounds up to `fence` are answered. Raises ValueError for
-        an id that nobody holds."""
-        unheld = []
+        """One holder lets go. An id without holders is free once rounds up to the highest fence that any holder gave are
+        answered. Raises ValueError for an id that nobody holds."""
+        unheld: dict[int, list[int]] = {}
         for page in ids:
             if not self._holders[page]:
                 raise ValueError(f"id {page} is given back, but nobody holds it")
             self._holders[page] -= 1
+            last = max(fence, self._late.pop(page, fence))
             if not self._holders[page]:
-                unheld.append(page)
-        if fence <= self._answered:
-            self._release(unheld)
-        elif unheld:
-            self._fenced.setdefault(fence, []).extend(unheld)
-            self._count_fenced(unheld, 1)
+                unheld.setdefault(last, []).append(page)
+            elif last > self._answered:
+                self._late[page] = last
+        for last, pages in unheld.items():
+            if last <= self._answered:
+                self._release(pages)
+            else:
+                self._fenced.setdefault(last, []).extend(pages)
+                self._count_fenced(pages, 1)
 
     def answered(self, seq: int) -> None:
         """All rounds up to `seq` are answered by every rank: what they touched may be written anew. Repeats and lower
@@ -100,6 +116,7 @@ class Books:
             ids = self._fenced.pop(fence)
             self._count_fenced(ids, -1)
             self._release(ids)
+        self._late = {page: fence for page, fence in self._late.items() if fence > self._answered}
 
     def _release(self, ids: Sequence[int]) -> None:
         for residue, part in self._by_residue(ids):
@@ -123,7 +140,7 @@ class Books:
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> list[str]:
         """What is wrong, [] if nothing: every id is in exactly one place, free ids ascend, counts are right, fences are
-        ahead of what is answered, and the holders counted here are those of `held` (the ids of each lease)."""
+        ahead of what is answered, and the holders counted here are those of `held` (the ids of each lease and state)."""
         violations: list[str] = []
         fenced = Counter(page % self.residues for ids in self._fenced.values() for page in ids)
         leases = Counter(page for ids in held for page in ids)
@@ -139,6 +156,9 @@ class Books:
         for fence, ids in self._fenced.items():
             if fence <= self._answered:
                 violations.append(f"{len(ids)} ids wait for round {fence}, but round {self._answered} is answered")
+        for page, fence in self._late.items():
+            if fence <= self._answered or not self._holders[page]:
+                violations.append(f"id {page} remembers round {fence} for {self._holders[page]} holders")
         unheld = sorted(chain(*self._free, *self._fenced.values()))
         counted = {page: holders for page, holders in enumerate(self._holders) if holders}
         if counted == leases and sorted(chain(unheld, counted)) == list(range(self.pages)):

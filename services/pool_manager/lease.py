@@ -1,6 +1,6 @@
 """The nouns of leasing: what a conversation asks for, what it holds, and what the router is told.
 
-Source: design section 5.
+Source: design sections 5 and 6.
 """
 
 from __future__ import annotations
@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from latentpool.v1 import pool_manager_pb2 as pb
+from services.pool_manager.kept import State
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a conversation asks for. max_tokens None: until the limit. returning: it was parked; prompt_tokens are all its
-    tokens so far and max_tokens those that may still come."""
+    tokens so far and max_tokens those that may still come. blocks: chained digests of its complete prompt blocks; empty:
+    nothing is looked up or kept. idle: nobody waits for it."""
 
     conversation: int
     lane: int
@@ -21,12 +25,14 @@ class Request:
     request_id: str = ""
     background: bool = False
     returning: bool = False
+    blocks: bytes = field(default=b"", repr=False)
+    idle: bool = False
 
     @property
-    def turn(self) -> tuple[bool, bool, int]:
-        """Its place in the queue: foreground before background, in a class those that return first, and of them the
-        oldest; equals in order of arrival."""
-        return self.background, not self.returning, self.conversation if self.returning else 0
+    def turn(self) -> tuple[bool, bool, bool, int]:
+        """Its place in the queue: foreground before background before idle, in a class those that return first, and of them
+        the oldest; equals in order of arrival."""
+        return self.idle, self.background, not self.returning, self.conversation if self.returning else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +44,34 @@ class Move:
     pages: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The kept state that a conversation goes on from, as it was at admission."""
+
+    state: int
+    at: int
+    mark: pb.Mark.ValueType
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request can be admitted now, and how many pages it takes of `owner`; of `to` instead, where the state that it
+    goes on from must be carried there first."""
+
+    owner: int
+    pages: int
+    state: State | None = None
+    to: int | None = None
+
+
 @dataclass(slots=True)
 class Lease:
     """A running conversation: page ids of its slots 0, 1, ..., all of one owner's residue.
 
     borrowed: ids that other owners lend for its fill, slot by slot from slot 0, in a slot one of every other residue,
     ascending. recalled: they come back without another order. move: it is on its way to another owner.
+    resume: the state that it goes on from. shared: its first so many pages are that state's, and are only read.
+    shared_prefix: tokens that earlier prompts had too and no state ends. rows, decoding: as last reported; rows None: never.
     """
 
     request: Request
@@ -54,6 +82,11 @@ class Lease:
     borrowed: list[int] = field(default_factory=list)
     recalled: bool = False
     move: Move | None = None
+    resume: Resume | None = None
+    shared: int = 0
+    shared_prefix: int = 0
+    rows: int | None = None
+    decoding: bool = False
 
     def ids(self) -> Iterator[int]:
         """Everything it holds."""
@@ -100,8 +133,28 @@ class Extension:
 @dataclass(slots=True)
 class Orders:
     """What the router must do soon, in the order decided: conversations that give back borrowed pages, that move to another
-    owner, that park."""
+    owner, that park; kept states that end."""
 
     recall: list[int] = field(default_factory=list)
     carry: list[Move] = field(default_factory=list)
     park: list[int] = field(default_factory=list)
+    forget: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A conversation wants its state kept. evicted: victims were chosen for it, and it waits for their pages."""
+
+    conversation: int
+    at: int
+    mark: pb.Mark.ValueType
+    evicted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """state None: it is not kept, for `reason`."""
+
+    conversation: int
+    state: State | None
+    reason: str = ""

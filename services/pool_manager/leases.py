@@ -1,8 +1,9 @@
-"""Conversations and the pages they lease: admission by quota, loans, extension, carries, parking, end, and the queue.
+"""Conversations and the pages they lease: admission by quota or from kept states, loans, extension, carries, parking, end, and
+the queue.
 
-Source: design section 5. One object lives as long as one router's term; rounds are counted from 1 in it, and any number of
-them may be unanswered. Conversation ids increase in order of arrival, so that the youngest has the highest. What is done when
-pages run out is in `relief`.
+Source: design sections 5 and 6. One object lives as long as one router's term; rounds are counted from 1 in it, and any number
+of them may be unanswered. Conversation ids increase in order of arrival, so that the youngest has the highest. Where a
+conversation goes is in `placing`, what is done when pages run out in `relief`, how states are kept in `keeping`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,27 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-from services.pool_manager import relief
+from latentpool.geometry import BLOCK
+from latentpool.v1 import pool_manager_pb2 as pb
+from services.pool_manager import keeping, placing, proof, relief
 from services.pool_manager.books import Books
-from services.pool_manager.lease import Extension, Grant, Lease, Move, Orders, Refusal, Request, Waiting
+from services.pool_manager.kept import Kept, Phase, Rules
+from services.pool_manager.lease import (
+    Answer,
+    Ask,
+    Extension,
+    Grant,
+    Lease,
+    Move,
+    Orders,
+    Refusal,
+    Request,
+    Waiting,
+)
 from services.pool_manager.plan import Plan
 
 
@@ -28,20 +44,25 @@ class Leases:
     owed: pages that running conversations asked for and have not got; admissions, loans and carries leave them alone.
     parking: running conversations that the router was told to park, until it finishes them; their pages are as good as free.
     orders: what the router must be told, until `take_orders`.
+    rules: of keeping; None: nothing is kept. asked: conversations that want their state kept, until `answers`.
     """
 
     plan: Plan
     headroom: int
     clock: Callable[[], float] = time.monotonic
     borrow: bool = True
+    rules: Rules | None = None
     books: Books = field(init=False)
     running: dict[int, Lease] = field(default_factory=dict)
     waiting: list[Waiting] = field(default_factory=list)
     owed: dict[int, int] = field(default_factory=dict)
     parking: set[int] = field(default_factory=set)
     orders: Orders = field(default_factory=Orders)
+    kept: Kept = field(init=False)
+    asked: dict[int, Ask] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.kept = Kept(self.plan.residues)
         self.books = Books(self.plan.pages, self.plan.residues)
 
     # ---- asking: changes nothing -------------------------------------------------------------------------------
@@ -80,12 +101,6 @@ class Leases:
         """The residue with the most unreserved pages, ties to the lowest."""
         return max(range(self.books.residues), key=lambda residue: (self.unreserved(residue), -residue))
 
-    def can_admit(self, request: Request) -> bool:
-        """Whether its quota is free and unreserved now, whoever waits. Nobody is parked for it."""
-        if not self.plan.paged:
-            return self.books.can_take_run(request.lane * self.plan.window_pages, self.plan.window_pages)
-        return self.quota(request) <= self.unreserved(self.owner())
-
     def lacking(self, conversation: int, rows: int) -> int:
         """Pages still to be mapped for `rows` rows, never past the window; 0 for one that parks, moves or does not run."""
         lease = self.running.get(conversation)
@@ -93,27 +108,21 @@ class Leases:
             return 0
         return max(0, min(-(-rows // self.plan.page_rows), self.plan.window_pages) - len(lease.pages))
 
-    def coming(self, owner: int) -> int:
-        """Pages of this owner that come back without another order: fenced, parking, carried away, recalled."""
-        pages = self.books.fenced(owner)
-        for name, lease in self.running.items():
-            if lease.owner != owner:
-                pages += self._slots_lent(lease) * lease.recalled
-            elif name in self.parking or lease.move is not None:
-                pages += len(lease.pages)
-        return pages
+    def coming(self, owner: int, more: Iterable[int] = ()) -> int:
+        """Pages of this owner that come back without another order: fenced, parking, carried away, recalled, forgotten, and
+        held by nobody else; with `more`, those too that come back if these ids are let go of once more."""
+        leaving = Counter(page for page in chain(self._leaving(), more) if page % self.books.residues == owner)
+        back = sum(count == self.books.holders(page) for page, count in leaving.items())
+        return self.books.fenced(owner) + back
 
-    def lent(self, owner: int) -> int:
-        """Pages of this owner that are lent and not recalled."""
-        return sum(self._slots_lent(one) for one in self.running.values() if one.owner != owner and not one.recalled)
-
-    def prospect(self, owner: int) -> int:
-        """Pages that are unreserved once everything came back; negative while more are owed than will be free."""
-        return self.unreserved(owner) + self.coming(owner)
+    def prospect(self, owner: int, more: Iterable[int] = ()) -> int:
+        """Pages that are unreserved once everything came back, `more` too; negative while more are owed than will be free."""
+        return self.unreserved(owner) + self.coming(owner, more)
 
     def shortfall(self, owner: int) -> int:
         """Pages owed that neither free pages of this owner nor those that come back cover: relief is due above 0."""
-        return self._owed(owner) - self.books.free(owner) - self.coming(owner)
+        short = self._owed(owner) - self.books.free(owner)
+        return short - self.coming(owner) if short > 0 else short
 
     def staying(self, owner: int) -> list[int]:
         """Conversations of this owner that neither park nor move."""
@@ -149,22 +158,22 @@ class Leases:
         if reason is not None:
             return Refusal(reason)
         ahead = bisect_right(self.waiting, request.turn, key=lambda one: one.request.turn)
-        if not ahead and self.can_admit(request):
-            return self._lease(request)
+        if not ahead and (place := placing.place(self, request)) is not None:
+            return placing.lease(self, request, place)
         free = max(0, self.unreserved(self.owner()))
         reason = f"waits for pages: {self.quota(request)} are needed, {free} are free, {ahead} wait before it"
         self.waiting.insert(ahead, waiting := Waiting(request, ahead, reason, self.clock()))
         if not ahead:
-            relief.recall_for(self, request)
+            relief.make_room(self, request)
         return waiting
 
     def admit_waiting(self) -> Iterator[Lease]:
-        """Admits from the head of the queue as far as pages go, and recalls for the next. Call it after every other call but
-        `admit`, and take all it gives."""
-        while self.waiting and self.can_admit(self.waiting[0].request):
-            yield self._lease(self.waiting.pop(0).request)
+        """Admits from the head of the queue as far as pages go, and makes room for the next. Call it after every other call
+        but `admit`, and take all it gives; then `answers`."""
+        while self.waiting and (place := placing.place(self, self.waiting[0].request)) is not None:
+            yield placing.lease(self, self.waiting.pop(0).request, place)
         if self.waiting:
-            relief.recall_for(self, self.waiting[0].request)
+            relief.make_room(self, self.waiting[0].request)
 
     def extend(self, needs: Sequence[tuple[int, int]]) -> Extension:
         """Pages towards so many mapped rows of each (conversation, rows), never past the window. Relieves owners that run dry;
@@ -198,7 +207,7 @@ class Leases:
         self.released(conversation, fence)
         move, lease.move = lease.move, None
         self.books.give_back(lease.pages, fence)
-        lease.pages, lease.owner = move.pages, move.owner
+        lease.pages, lease.owner, lease.shared = move.pages, move.owner, 0
         relief.relieve(self, lease.owner)
         return move
 
@@ -211,19 +220,45 @@ class Leases:
             return 0
         self.owed.pop(conversation, None)
         self.parking.discard(conversation)
+        self._unpin(lease, fence)
         self.books.give_back(ids := list(lease.ids()), fence)
         return len(ids)
 
     def answered(self, seq: int) -> None:
         """All rounds up to `seq` are answered by every rank."""
         self.books.answered(seq)
+        self.kept.answered(seq)
+
+    def ask_keep(self, conversation: int, at: int, mark: pb.Mark.ValueType) -> None:
+        """A conversation wants its state kept at `at` tokens: `answers` says whether it may. Raises ValueError for what no
+        router should ask: a second time before the answer, or not at a whole block."""
+        if conversation in self.asked:
+            raise ValueError(f"conversation {conversation} asks to keep a state before it knows of the last one")
+        if at % BLOCK:
+            raise ValueError(f"conversation {conversation} asks to keep a state at {at} tokens: a block has {BLOCK}")
+        self.asked[conversation] = Ask(conversation, at, mark)
+
+    def answers(self) -> Iterator[Answer]:
+        """What came of `ask_keep`. Call it after `admit_waiting`, and take all it gives."""
+        return keeping.answers(self)
+
+    def resumed(self, conversation: int, fence: int) -> None:
+        """The round that resumes its state is sent: the state is in use until rounds up to `fence` are answered. Nothing where
+        it resumes none, did before, or has ended."""
+        if (lease := self.running.get(conversation)) is not None:
+            self._unpin(lease, fence)
+
+    def report(self, conversation: int, rows: int, decoding: bool) -> None:
+        """What a conversation does, for operators."""
+        if (lease := self.running.get(conversation)) is not None:
+            lease.rows, lease.decoding = rows, decoding
 
     def take_orders(self) -> Orders:
         """What to tell the router since the last call."""
         orders, self.orders = self.orders, Orders()
         return orders
 
-    # ---- acting, for relief ------------------------------------------------------------------------------------
+    # ---- acting, for relief and placing --------------------------------------------------------------------------
 
     def recall(self, conversation: int) -> None:
         """Orders the release of its borrowed pages."""
@@ -246,6 +281,15 @@ class Leases:
         self.running[conversation].recalled = True
         self.owed.pop(conversation, None)
         self.orders.park.append(conversation)
+
+    def lend(self, request: Request, owner: int) -> list[int]:
+        """Free and unreserved ids of the other owners for the slots of a prompt, while nobody waits."""
+        others = [rank for rank in range(self.books.residues) if rank != owner]
+        if not others or not self.borrow or self.waiting:
+            return []
+        slots = min(-(-request.prompt_tokens // self.plan.page_rows), *(max(0, self.unreserved(rank)) for rank in others))
+        lent = [self.books.take(rank, slots) for rank in others]
+        return [page for slot in zip(*lent, strict=True) for page in slot]
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
@@ -283,69 +327,28 @@ class Leases:
         self._owe(conversation, owed - len(ids))
         return Grant(conversation, first, ids)
 
-    def _lease(self, request: Request) -> Lease:
-        quota, owner = self.quota(request), self.owner()
-        if self.plan.paged:
-            ids = self.books.take(owner, quota)
-        else:
-            ids = self.books.take_run(request.lane * self.plan.window_pages, self.plan.window_pages)
-        lease = self.running[request.conversation] = Lease(request, owner, quota, ids, self.clock(), self._lend(request, owner))
-        return lease
+    def _unpin(self, lease: Lease, fence: int) -> None:
+        state = None if lease.resume is None else self.kept.states.get(lease.resume.state)
+        if state is not None and lease.request.conversation in state.pins:
+            self.kept.resumed(state, lease.request.conversation, fence)
 
-    def _lend(self, request: Request, owner: int) -> list[int]:
-        """Free and unreserved ids of the other owners for the slots of a prompt, while nobody waits."""
-        others = [rank for rank in range(self.books.residues) if rank != owner]
-        if not others or not self.borrow or self.waiting:
-            return []
-        slots = min(-(-request.prompt_tokens // self.plan.page_rows), *(max(0, self.unreserved(rank)) for rank in others))
-        lent = [self.books.take(rank, slots) for rank in others]
-        return [page for slot in zip(*lent, strict=True) for page in slot]
+    def _leaving(self) -> Iterator[int]:
+        """Ids that their holders were told to let go of, once a holder."""
+        for name, lease in self.running.items():
+            if name in self.parking or lease.move is not None:
+                yield from lease.pages
+            if lease.recalled:
+                yield from lease.borrowed
+        for state in self.kept.states.values():
+            if state.phase is Phase.FORGETTING:
+                yield from state.ids()
 
-    def _slots_lent(self, lease: Lease) -> int:
+    def slots_lent(self, lease: Lease) -> int:
         """Slots whose copies it keeps on borrowed pages: as many pages of every owner but its own."""
         return len(lease.borrowed) // (self.books.residues - 1) if lease.borrowed else 0
 
     # ---- proof -------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> list[str]:
-        """What is wrong, [] if nothing: the book holds; every id has one holder; every lease has its quota, from one residue,
-        within a window, and its loan and its move are of the right residues; only those that run park or are owed, no more
-        than a window has and comes free; the queue is in order."""
-        violations = self.books.check_integrity([list(lease.ids()) for lease in self.running.values()])
-        holders = Counter(page for lease in self.running.values() for page in lease.ids())
-        violations += [f"id {page} is leased {count} times" for page, count in sorted(holders.items()) if count > 1]
-        violations += [text for lease in self.running.values() for text in self._lease_violations(lease)]
-        staying = {name for owner in range(self.books.residues) for name in self.staying(owner)}
-        for what, names, allowed in (
-            ("parks", self.parking, {name for name, lease in self.running.items() if lease.move is None}),
-            ("is owed pages", self.owed.keys(), staying),
-        ):
-            violations += [f"conversation {name} {what}, but does not run" for name in sorted(names - allowed)]
-        if violations:
-            return violations
-        for owner in range(self.books.residues):
-            if self.shortfall(owner) > 0 and self.youngest(owner) is not None:
-                violations.append(f"rank {owner} owes {self.shortfall(owner)} pages more than come free, and nobody parks")
-        turns = [one.request.turn for one in self.waiting]
-        if turns != sorted(turns):
-            violations.append(f"the queue is out of order: {[one.request.conversation for one in self.waiting]}")
-        return violations
-
-    def _lease_violations(self, lease: Lease) -> Iterator[str]:
-        name, window, residues = lease.request.conversation, self.plan.window_pages, self.books.residues
-        owed = self.owed.get(name, 0)
-        if not lease.quota <= len(lease.pages) <= window - owed:
-            yield (
-                f"conversation {name} has {len(lease.pages)} pages and is owed {owed}: its quota is {lease.quota}, "
-                f"a window {window}"
-            )
-        if any(page % residues != lease.owner for page in lease.pages):
-            yield f"conversation {name} has pages that rank {lease.owner} does not own"
-        others = [rank for rank in range(residues) if rank != lease.owner]
-        if [page % residues for page in lease.borrowed] != others * self._slots_lent(lease):
-            yield f"conversation {name} borrows pages that are not slots of all ranks but {lease.owner}: {lease.borrowed}"
-        move = lease.move
-        if move is not None and (move.owner == lease.owner or any(page % residues != move.owner for page in move.pages)):
-            yield f"conversation {name} moves from rank {lease.owner} to pages that rank {move.owner} does not own"
-        if move is not None and not len(lease.pages) <= len(move.pages) <= window:
-            yield f"conversation {name} moves {len(lease.pages)} pages to {len(move.pages)}: a window has {window}"
+        """What is wrong, [] if nothing."""
+        return proof.check_integrity(self)

@@ -1,7 +1,9 @@
-"""What is done when pages run out: recall what was lent, carry a conversation to another owner, park one.
+"""What is done when pages run out: park what is idle, recall what was lent, evict kept states, carry a conversation to another
+owner, park one.
 
-Source: design section 5. Every choice is by conversation id and rank alone. An owner that runs dry recalls first, then
-carries, then parks, until what comes back covers what it owes.
+Source: design section 5. Every choice is by conversation id, rank and the order of states alone. An owner that runs dry goes
+through that list in order until what comes back covers what it owes; for those that wait to be admitted, nobody is carried
+or parked but the idle.
 
 Carrying ends: it happens only while an owner owes a page that nothing covers, and covers at least one such page or, where
 the one that moves is owed pages itself, brings them along. So there are no more carries than pages that were ever owed, and
@@ -10,9 +12,12 @@ none goes to and fro for nothing: the new owner had the room unreserved, with a 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from latentpool.errors import RequestError
+from services.pool_manager import keeping, placing
+from services.pool_manager.kept import State
 from services.pool_manager.lease import Lease, Move, Request
 
 if TYPE_CHECKING:
@@ -29,11 +34,15 @@ class CarryError(RequestError):
 
 
 def relieve(leases: Leases, owner: int) -> None:
-    """Orders recalls, carries and parks until what comes back to `owner` covers what it owes, or nothing is left to order:
-    then a conversation that is on its way to this owner has pages here, and the next to be chosen once it has arrived."""
+    """Orders until what comes back to `owner` covers what it owes, or nothing is left to order: then a conversation that is on
+    its way to this owner has pages here, or a state is in use, and the next to be chosen once that is over."""
     while leases.shortfall(owner) > 0:
-        if (borrower := _youngest_borrower(leases, owner)) is not None:
+        if (idle := _youngest_idle(leases, owner)) is not None:
+            leases.park(idle)
+        elif (borrower := _youngest_borrower(leases, owner)) is not None:
             leases.recall(borrower)
+        elif (victim := _victim(leases)) is not None:
+            keeping.forget(leases, victim, "pages")
         elif (move := _next_move(leases, owner)) is not None:
             leases.move(*move)
         elif (name := leases.youngest(owner)) is not None:
@@ -42,16 +51,64 @@ def relieve(leases: Leases, owner: int) -> None:
             return
 
 
-def recall_for(leases: Leases, request: Request) -> None:
-    """Recalls for the first of those that wait, if it would fit with what is lent, and not without."""
-    quota, owners = leases.quota(request), range(leases.books.residues)
-    if max(map(leases.prospect, owners)) >= quota:
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A way to admit: so many pages of `owner`, while `state` is kept."""
+
+    owner: int
+    pages: int
+    state: State | None = None
+
+
+def make_room(leases: Leases, request: Request) -> None:
+    """Orders for the first of those that wait, if it would fit with what that brings back, and not without: best where it goes
+    on from a kept state. An idle one takes nobody's loan and parks nobody."""
+    wishes = _wishes(leases, request)
+    if any(leases.prospect(wish.owner) >= wish.pages for wish in wishes):
         return
-    owner = max(owners, key=lambda one: (leases.prospect(one) + leases.lent(one), -one))
-    if leases.prospect(owner) + leases.lent(owner) < quota:
+    found = next((wish for wish in wishes if _would_fit(leases, wish, request.idle)), None)
+    if found is None:
         return
-    while leases.prospect(owner) < quota and (borrower := _youngest_borrower(leases, owner)) is not None:
-        leases.recall(borrower)
+    owner = found.owner
+    while leases.prospect(owner) < found.pages:
+        if not request.idle and (idle := _youngest_idle(leases, owner)) is not None:
+            leases.park(idle)
+        elif not request.idle and (borrower := _youngest_borrower(leases, owner)) is not None:
+            leases.recall(borrower)
+        elif (victim := _victim(leases, found.state)) is not None:
+            keeping.forget(leases, victim, "pages")
+        else:
+            return
+
+
+def _wishes(leases: Leases, request: Request) -> list[_Wish]:
+    """The ways to admit, best first: on the state's owner; carried to where most would be free; afresh there."""
+    quota, state = leases.quota(request), leases.kept.lookup(request.blocks)
+    ranks = list(range(leases.books.residues))
+    wishes = []
+    if state is not None:
+        wishes.append(_Wish(state.owner, quota - placing.whole_pages(leases, state), state))
+        if placing.may_carry(leases, state, request):
+            others = [rank for rank in ranks if rank != state.owner]
+            wishes.append(_Wish(max(others, key=lambda rank: (_potential(leases, rank, state), -rank)), quota, state))
+    if not request.idle:
+        wishes.append(_Wish(max(ranks, key=lambda rank: (_potential(leases, rank), -rank)), quota))
+    return wishes
+
+
+def _would_fit(leases: Leases, wish: _Wish, idle: bool) -> bool:
+    return _potential(leases, wish.owner, wish.state, idle) >= wish.pages
+
+
+def _potential(leases: Leases, owner: int, state: State | None = None, idle: bool = False) -> int:
+    """Pages that would be unreserved once everything came back that could be ordered for an admission, `state` excepted."""
+    more = [page for victim in leases.kept.victims() if victim is not state for page in victim.ids()]
+    if not idle:
+        more += [
+            page for name in leases.staying(owner) if leases.running[name].request.idle for page in leases.running[name].ids()
+        ]
+        more += [page for lease in leases.running.values() if not lease.recalled for page in lease.borrowed]
+    return leases.prospect(owner, more)
 
 
 def carry_by_hand(leases: Leases, conversation: int, owner: int | None) -> Move:
@@ -61,7 +118,7 @@ def carry_by_hand(leases: Leases, conversation: int, owner: int | None) -> Move:
         raise CarryError("rank", f"rank {owner}: this group has ranks 0 to {leases.books.residues - 1}")
     if owner == lease.owner:
         raise CarryError("state", f"conversation {conversation} is on rank {owner} already")
-    target = _roomiest(leases, lease.owner) if owner is None else owner
+    target = roomiest(leases, lease.owner) if owner is None else owner
     needed, free = leases.move_size(conversation), max(0, leases.unreserved(target))
     if needed > free:
         raise CarryError(
@@ -85,6 +142,8 @@ def _movable(leases: Leases, conversation: int) -> Lease:
         raise CarryError("state", f"conversation {conversation} is being parked: it gives back its {len(lease.pages)} pages")
     if lease.move is not None:
         raise CarryError("state", f"conversation {conversation} is being carried to rank {lease.move.owner} already")
+    if keeping.being_kept(leases, conversation):
+        raise CarryError("state", f"conversation {conversation} is having its state kept: try again in a moment")
     return lease
 
 
@@ -94,17 +153,26 @@ def _youngest_borrower(leases: Leases, owner: int) -> int | None:
     return max(names, default=None)
 
 
+def _youngest_idle(leases: Leases, owner: int) -> int | None:
+    return max((name for name in leases.staying(owner) if leases.running[name].request.idle), default=None)
+
+
+def _victim(leases: Leases, spared: State | None = None) -> State | None:
+    """The least valuable state that is not in use. Each has pages of every owner."""
+    return next((state for state in leases.kept.victims() if state is not spared), None)
+
+
 def _next_move(leases: Leases, owner: int) -> tuple[int, int] | None:
     """(conversation, new owner): the youngest that another rank has room for."""
     if leases.books.residues == 1:
         return None
-    target = _roomiest(leases, owner)
+    target = roomiest(leases, owner)
     room = leases.unreserved(target)
-    fit = [name for name in leases.staying(owner) if leases.move_size(name) <= room]
+    fit = [name for name in leases.staying(owner) if leases.move_size(name) <= room and not keeping.being_kept(leases, name)]
     return (max(fit), target) if fit else None
 
 
-def _roomiest(leases: Leases, owner: int) -> int:
+def roomiest(leases: Leases, owner: int) -> int:
     """The rank but `owner` with most unreserved pages, ties to the lowest."""
     others = [rank for rank in range(leases.books.residues) if rank != owner]
     return max(others, key=lambda rank: (leases.unreserved(rank), -rank))

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -25,16 +24,16 @@ from latentpool.v1 import pool_admin_pb2_grpc, pool_manager_pb2_grpc
 from latentpool.v1 import pool_manager_pb2 as pb
 from services.pool_manager.admin import Admin
 from services.pool_manager.group import Group, Member
+from services.pool_manager.kept import Rules, fixed_pages
 from services.pool_manager.leases import Leases
 from services.pool_manager.metrics import samples
 from services.pool_manager.plan import Choice, Order, Plan, choose, decide, lane_fixed, to_proto
 from services.pool_manager.session import Session
 from services.pool_manager.state import State
-from services.pool_manager.stream import Stream
+from services.pool_manager.stream import GroupOverError, Stream, UnprovenError, greet, until_end
 
 log = structlog.get_logger()
 
-_HELLO_DEADLINE = 10.0
 _GRACE = 2.0
 _NAMES = ("latentpool.v1.PoolManager", "latentpool.v1.PoolAdmin")
 
@@ -44,10 +43,10 @@ _RouterStream = Stream[pb.SessionRequest, pb.SessionResponse]
 
 @dataclass(frozen=True)
 class PoolManagerSettings:
-    """context None: the model's longest. cache_bytes: budget for kept states; keep_from: tokens of the shortest one, carry_from:
-    of the shortest one whose rows move to another rank. headroom: rows of a reply that admission reserves. borrow: lend free
-    pages of other owners to prompts that are being computed. Durations in seconds. state_dir None: nothing outlives this
-    process (temporary groups)."""
+    """context None: the model's longest. cache_bytes: budget for kept states; keep_from: tokens of the shortest one;
+    carry_from: of the shortest one whose rows move to another rank. headroom: rows of a reply that admission reserves. borrow:
+    lend free pages of other owners to prompts that are being computed. Durations in seconds. state_dir None: nothing outlives
+    this process (temporary groups)."""
 
     world: int
     context: int | None
@@ -96,6 +95,7 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
         self._health = health.aio.HealthServicer()
         self._ticking: asyncio.Task[None] | None = None
         self._router: _Router | None = None
+        self._rules: Rules | None = None  # windows keep nothing: a lane writes its run anew
 
     # ---- Service -------------------------------------------------------------------------------------------------
 
@@ -202,6 +202,14 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
             order=settings.plan_order,
         )
         sizes = {"pages": made.pages, "stream_pages": made.stream_pages, "lanes": made.lanes}
+        if made.paged and settings.cache_bytes:
+            self._rules = Rules(
+                fixed_pages=fixed_pages(geometry, world, dtype, kv_dtype, rows),
+                page_bytes=made.ledgers[0].page_bytes,
+                budget_bytes=settings.cache_bytes,
+                keep_from=settings.keep_from,
+                carry_from=settings.carry_from,
+            )
         log.info("planned", paged=made.paged, split=made.split, note=made.note, **sizes)
         return made
 
@@ -241,7 +249,7 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
         """A worker's stream: challenge, hello, welcome, then what it says until either side ends."""
         stream: _WorkerStream = Stream(context)
         challenge = handshake.nonce()
-        deadline = _greet(stream, pb.JoinResponse(challenge=pb.Challenge(nonce=challenge)))
+        deadline = greet(stream, pb.JoinResponse(challenge=pb.Challenge(nonce=challenge)))
         member: Member | None = None
 
         def take(message: pb.JoinRequest) -> None:
@@ -253,7 +261,7 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
                 self._from_worker(member, message)
 
         try:
-            await _until_end(stream, take, context)
+            await until_end(stream, take, context)
         finally:
             deadline.cancel()
             if member is not None:
@@ -265,7 +273,7 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
             raise ValueError("a worker's first message is its hello")
         detail = str(hello.rank).encode()
         if not handshake.proven(self._settings.secret, "worker", challenge, hello.nonce, hello.mac, detail):
-            raise _UnprovenError(f"rank {hello.rank} on {hello.host} does not know this group's secret: {_ONE_SECRET}")
+            raise UnprovenError(f"rank {hello.rank} on {hello.host} does not know this group's secret: {_ONE_SECRET}")
         self._check_alive()
         member = self._group.join(hello, stream, asyncio.get_running_loop().time())
         mac = handshake.prove(self._settings.secret, "manager", hello.nonce, challenge)
@@ -296,7 +304,7 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
         """The router's stream: challenge, open, a term once the group is ready, then requests until either side ends."""
         stream: _RouterStream = Stream(context)
         challenge = handshake.nonce()
-        deadline = _greet(stream, pb.SessionResponse(challenge=pb.Challenge(nonce=challenge)))
+        deadline = greet(stream, pb.SessionResponse(challenge=pb.Challenge(nonce=challenge)))
         router: _Router | None = None
 
         def take(message: pb.SessionRequest) -> None:
@@ -310,7 +318,7 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
                 router.session.take(message)
 
         try:
-            await _until_end(stream, take, context)
+            await until_end(stream, take, context)
         finally:
             deadline.cancel()
             if router is not None and router.session is not None:
@@ -324,7 +332,7 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
         if message.WhichOneof("message") != "open":
             raise ValueError("a router's first message opens its session")
         if not handshake.proven(self._settings.secret, "router", challenge, hello.nonce, hello.mac):
-            raise _UnprovenError(f"router {hello.name} does not know this group's secret: {_ONE_SECRET}")
+            raise UnprovenError(f"router {hello.name} does not know this group's secret: {_ONE_SECRET}")
         self._check_alive()
         if self._router is not None:
             other = self._router.hello.name
@@ -356,47 +364,17 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
             worker_addresses=[member.hello.address for member in group.ranks()],
             identity=group.identity,
             headroom=settings.headroom,
+            keep_from=0 if self._rules is None else settings.keep_from,
         )
         router.stream.send(pb.SessionResponse(granted=granted))
         log.info("term granted", router=hello.name, term=term, epoch=group.epoch)
 
     def _empty_books(self, plan: Plan) -> Leases:
-        return Leases(plan, self._settings.headroom, borrow=self._settings.borrow)
+        return Leases(plan, self._settings.headroom, borrow=self._settings.borrow, rules=self._rules)
 
     def _check_alive(self) -> None:
         if self._group.ended is not None:
-            raise _GroupOverError(f"this group has ended: {self._group.ended}")
+            raise GroupOverError(f"this group has ended: {self._group.ended}")
 
 
 _ONE_SECRET = "give every member of the group the same --secret-file"
-
-
-class _UnprovenError(HandshakeError):
-    pass
-
-
-class _GroupOverError(HandshakeError):
-    pass
-
-
-def _greet(stream: Stream[Any, Any], challenge: object) -> asyncio.TimerHandle:
-    """Sends the challenge; the returned timer ends the stream unless it is cancelled in time."""
-    stream.send(challenge)
-    text = f"no hello in {_HELLO_DEADLINE:g} s"
-    return asyncio.get_running_loop().call_later(_HELLO_DEADLINE, stream.close, grpc.StatusCode.DEADLINE_EXCEEDED, text)
-
-
-async def _until_end(
-    stream: Stream[Any, Any], take: Callable[[Any], None], context: grpc.aio.ServicerContext[Any, Any]
-) -> None:
-    """Runs the stream; what `take` refuses ends it with a status that says why."""
-    try:
-        await stream.run(take)
-    except _UnprovenError as error:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-    except _GroupOverError as error:
-        await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-    except HandshakeError as error:
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-    except ValueError as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

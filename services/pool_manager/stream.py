@@ -13,6 +13,10 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
+from latentpool.errors import HandshakeError
+
+_HELLO_DEADLINE = 10.0
+
 Incoming = TypeVar("Incoming")
 Outgoing = TypeVar("Outgoing")
 
@@ -75,3 +79,32 @@ class Stream(Generic[Incoming, Outgoing]):
             return  # the call is over; the queue's end says so
         finally:
             self._queue.put_nowait(None)
+
+
+class UnprovenError(HandshakeError):
+    """It does not know the group's secret."""
+
+
+class GroupOverError(HandshakeError):
+    """It comes too late."""
+
+
+def greet(stream: Stream[Any, Any], challenge: object) -> asyncio.TimerHandle:
+    """Sends the challenge; the returned timer ends the stream unless it is cancelled in time."""
+    stream.send(challenge)
+    text = f"no hello in {_HELLO_DEADLINE:g} s"
+    return asyncio.get_running_loop().call_later(_HELLO_DEADLINE, stream.close, grpc.StatusCode.DEADLINE_EXCEEDED, text)
+
+
+async def until_end(stream: Stream[Any, Any], take: Callable[[Any], None], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Runs the stream; what `take` refuses ends it with a status that says why."""
+    try:
+        await stream.run(take)
+    except UnprovenError as error:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+    except GroupOverError as error:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+    except HandshakeError as error:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+    except ValueError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

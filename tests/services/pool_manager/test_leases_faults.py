@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,7 @@ class ParksTheOldest(Leases):
 class ParksAgain(Leases):
     """Pages of those that park already do not count."""
 
-    def coming(self, owner: int) -> int:
+    def coming(self, owner: int, more: Iterable[int] = ()) -> int:
         return self.books.fenced(owner)
 
 
@@ -89,19 +89,19 @@ class KnowsOneClass(Leases):
 
 
 class LendsWhatIsOwed(Leases):
-    def _lend(self, request: Request, owner: int) -> list[int]:
+    def lend(self, request: Request, owner: int) -> list[int]:
         owed, self.owed = self.owed, {}
         try:
-            return Leases._lend(self, request, owner)
+            return Leases.lend(self, request, owner)
         finally:
             self.owed = owed
 
 
 class LendsWhileOthersWait(Leases):
-    def _lend(self, request: Request, owner: int) -> list[int]:
+    def lend(self, request: Request, owner: int) -> list[int]:
         waiting, self.waiting = self.waiting, []
         try:
-            return Leases._lend(self, request, owner)
+            return Leases.lend(self, request, owner)
         finally:
             self.waiting = waiting
 
@@ -109,8 +109,8 @@ class LendsWhileOthersWait(Leases):
 class LendsRankByRank(Leases):
     """All ids of a rank, then all of the next, instead of slot by slot."""
 
-    def _lend(self, request: Request, owner: int) -> list[int]:
-        return sorted(Leases._lend(self, request, owner), key=lambda page: page % self.books.residues)
+    def lend(self, request: Request, owner: int) -> list[int]:
+        return sorted(Leases.lend(self, request, owner), key=lambda page: page % self.books.residues)
 
 
 class ForgetsTheLoan(Leases):

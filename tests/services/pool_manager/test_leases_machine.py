@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lease_model import CONTEXT, HEADROOM, LANES, ROWS, WINDOW, LeaseModel, small_plan
 
 from latentpool.v1 import pool_admin_pb2 as pb
-from services.pool_manager.admin import page_runs
 from services.pool_manager.books import Books
 from services.pool_manager.lease import Extension, Grant, Lease, Move, Orders, Refusal, Request, Waiting
 from services.pool_manager.leases import Leases
+from services.pool_manager.pictures import page_runs
 from services.pool_manager.relief import CarryError, carry_by_hand
 
 

@@ -108,7 +108,7 @@ async def test_another_ranks_proof_is_not_taken(place: MakePlace) -> None:
 
 
 async def test_a_stream_that_never_says_hello(place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.pool_manager.service._HELLO_DEADLINE", 0.1)
+    monkeypatch.setattr("services.pool_manager.stream._HELLO_DEADLINE", 0.1)
     here = await place()
     for peer in (await here.worker(), await here.router()):
         await peer.get()
