@@ -1,4 +1,5 @@
-"""What goes into a round: frees, seats and tables first, then carries, prompt chunks, and one window for all that decode."""
+"""What goes into a round: frees, seats and tables first, then what is kept, carries, prompt chunks, and one window for all that
+decode."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from latentpool.geometry import BLOCK
 from latentpool.v1 import rank_worker_pb2 as pb
 from services.router.conversations import Book, Conversation, Phase
+from services.router.kept import Ask
 from services.router.pace import Pace
 
 REPLY_BYTES = 32 << 20
@@ -24,6 +26,14 @@ class Draft:
     released: list[Conversation] = field(default_factory=list)
     """Their borrowed pages are given back in this round."""
     carried_rows: int = 0
+    forgotten: list[int] = field(default_factory=list)
+    """States that end in this round."""
+    resumed: list[Conversation] = field(default_factory=list)
+    """They go on from kept states in this round."""
+    asking: list[Conversation] = field(default_factory=list)
+    """Their chunks reach places where states are to be kept."""
+    kept: list[tuple[Conversation, int]] = field(default_factory=list)
+    """States that this round keeps."""
 
     def add(self, operation: pb.Operation, conversations: Sequence[Conversation] = ()) -> None:
         self.operations.append(operation)
@@ -42,22 +52,30 @@ class Composer:
         self._raw_left = 0
         self.pace = Pace(chunk_rows)
 
-    def compose(self, book: Book, leaving: Sequence[Conversation]) -> Draft:
-        """The next round; empty if there is nothing to do. Lanes of those that leave are freed before anybody is seated.
-        Advances conversations: the round must be sent."""
-        draft = Draft()
+    def compose(self, book: Book, leaving: Sequence[Conversation], forget: Sequence[int] = (), idle: bool = False) -> Draft:
+        """The next round; empty if there is nothing to do. Lanes of those that leave are freed before anybody is seated. States
+        of `forget` end; idle conversations are served with `idle` only. Advances conversations: the round must be sent."""
+        draft = Draft(forgotten=list(forget))
         self._raw_left = self._raw_rows
         for c in leaving:
             draft.add(pb.Operation(free=pb.Free(lane=c.lane)), (c,))
+        if forget:
+            draft.add(pb.Operation(forget=pb.Forget(states=forget)))
         filling, decoding = book.running(Phase.FILLING), book.running(Phase.DECODING)
-        for c in (*filling, *decoding):
+        idlers = [c for c in book.seated.values() if c.idle and c.runs]
+        served = idlers if idle else []
+        for c in (*filling, *decoding, *served):
             self._seat(draft, c)
+        for c in (*filling, *idlers):
+            self._keep(draft, c)
         windows = [c for c in decoding if self.can_decode(c)]
         self._carries(draft, [*filling, *decoding], self.pace.carried_rows(bool(windows)))
         rows = self.pace.rows(bool(windows), draft.carried_rows)
-        self._prompts(draft, [c for c in filling if c.carry is None], rows)
+        self._prompts(draft, [c for c in filling if not c.stands], rows)
         self._replies(draft, [c for c in windows if c.sent >= c.given_rows])
         self._given(draft, [c for c in windows if c.sent < c.given_rows])
+        # short, as if somebody decoded: whoever comes waits for it
+        self._prompts(draft, [c for c in served if not c.stands], self.pace.rows(others_decode=True))
         return draft
 
     def can_decode(self, c: Conversation) -> bool:
@@ -75,19 +93,34 @@ class Composer:
     # ---- parts ------------------------------------------------------------------------------------------------
 
     def _seat(self, draft: Draft, c: Conversation) -> None:
-        """What the workers must know before they run anything for it. While it is carried its new pages are on the way."""
+        """What the workers must know before they run anything for it. While it is carried its new pages are on the way; one
+        that is carried at once goes on from a state first, on the owner of that."""
         new = not c.bound
         if new:
             draft.add(pb.Operation(bind=_bind(c)))
             c.bound = True
-        if c.carry is None and c.tabled < len(c.pages):
+        if (new or c.carry is None) and c.tabled < len(c.pages):
             table = pb.Table(lane=c.lane, first_slot=c.tabled, pages=c.pages[c.tabled :])
             draft.add(pb.Operation(table=table))
             c.tabled = len(c.pages)
+        if c.keeping.resume is not None:
+            resume = c.resumed()
+            draft.add(pb.Operation(resume=pb.Resume(lane=c.lane, state=resume.state, at=resume.at)), (c,))
+            draft.resumed.append(c)
         if new and c.borrowed:
             draft.add(pb.Operation(borrow=pb.Borrow(lane=c.lane, first_slot=0, pages=c.borrowed)))
         if c.recalled:
             self._release(draft, c)
+
+    @staticmethod
+    def _keep(draft: Draft, c: Conversation) -> None:
+        """Its state where it stands, once that is granted."""
+        keeping, ask = c.keeping, c.keeping.ask
+        if ask is not None and ask.state:
+            keep = pb.Keep(lane=c.lane, state=ask.state, at=ask.place.at, pages=ask.pages)
+            draft.add(pb.Operation(keep=keep), (c,))
+            draft.kept.append((c, ask.state))
+            keeping.ask, keeping.at = None, ask.place.at
 
     @staticmethod
     def _release(draft: Draft, c: Conversation) -> None:
@@ -99,7 +132,7 @@ class Composer:
         """Slices of carries under way, whole pages of so many rows at most, but at least one page a round."""
         left = max(rows // self._page_rows, 1)
         for c in conversations:
-            if not left or c.carry is None or c.carry.all_sent:
+            if not left or c.carry is None or c.carry.all_sent or c.keeping.ask is not None:
                 continue
             carry, start = c.carry, c.carry.sent
             filled = max(-(-c.sent // self._page_rows) - start, 0)
@@ -113,14 +146,14 @@ class Composer:
     def _prompts(self, draft: Draft, filling: Sequence[Conversation], left: int) -> None:
         """Chunks of prompts in the order in which they are served, `left` rows at most."""
         for c in filling:
-            mode, rows = self._mode(c, min(left, c.prompt_rows - c.sent))
+            mode, rows = self._mode(c, min(left, c.rows_to_place))
             if _logits(c) == pb.LOGITS_RAW:
                 rows = min(rows, self._raw_left // BLOCK * BLOCK)
                 self._raw_left -= rows
             if not rows or c.mailbox.full or not c.has_pages(c.sent + rows, self._page_rows):
                 continue
             end = c.sent + rows
-            last = end == c.prompt_rows
+            last = end == c.prompt_rows and not c.idle
             prompt = pb.Prompt(
                 lane=c.lane,
                 start=c.sent,
@@ -134,6 +167,9 @@ class Composer:
                 prompt.following = int(c.tokens[end])
             draft.add(pb.Operation(prompt=prompt), (c,))
             c.advance(rows)
+            if c.keeping.places and end == c.keeping.places[0].at:
+                c.keeping.ask = Ask(c.keeping.places.pop(0))
+                draft.asking.append(c)
             left -= -(-rows // BLOCK) * BLOCK
             if c.borrowed and (last or end == self._borrowed_rows(c)):
                 self._release(draft, c)

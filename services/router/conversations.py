@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from latentpool.errors import LatentPoolError
-from latentpool.geometry import R_MAX
+from latentpool.geometry import BLOCK, R_MAX
 from latentpool.sampling import Sampling
-from latentpool.v1 import router_pb2
+from latentpool.v1 import pool_manager_pb2, router_pb2
 from services.router.delivery import Mailbox
+from services.router.kept import Keeping
 from services.router.stops import StopFinder
 
 
@@ -78,6 +80,9 @@ class Conversation:
     times: Times
     scoring: Scoring | None = None
     background: bool = False
+    idle: bool = False
+    """Nobody waits for it: it computes what was said on the prompt path, to keep its state, and gives way to everybody."""
+    keeping: Keeping = field(default_factory=Keeping)
     stop_finder: StopFinder | None = None
     phase: Phase = Phase.WAITING
     ahead: int = -1
@@ -129,6 +134,8 @@ class Conversation:
     @property
     def prompt_rows(self) -> int:
         """Tokens of the prompt path."""
+        if self.idle:
+            return len(self.tokens) // BLOCK * BLOCK
         return len(self.tokens) if self.scoring is None else self.scoring.decode_from
 
     @property
@@ -138,7 +145,7 @@ class Conversation:
     @property
     def tokens_to_come(self) -> int | None:
         """At most; None: as many as the context holds."""
-        if self.scoring is not None:
+        if self.scoring is not None or self.idle:
             return 0
         return None if self.sampling.max_tokens is None else self.limit - self.tokens_so_far
 
@@ -148,8 +155,15 @@ class Conversation:
         return self.phase in (Phase.FILLING, Phase.DECODING)
 
     @property
+    def stands(self) -> bool:
+        """Whether no row may be added now: its rows are on their way to another owner, or will be, or their state is kept."""
+        return self.carry is not None or self.keeping.awaits_carry or self.keeping.ask is not None
+
+    @property
     def rows_at_end(self) -> int:
         """Rows when it ends at the latest. A Score runs its tokens; the last token of a reply is never run."""
+        if self.idle:
+            return self.prompt_rows
         return len(self.tokens) if self.scoring is not None else self.limit - 1
 
     def has_pages(self, rows: int, page_rows: int) -> bool:
@@ -174,6 +188,12 @@ class Conversation:
 
     # ---- progress ---------------------------------------------------------------------------------------------
 
+    @property
+    def rows_to_place(self) -> int:
+        """Rows of the prompt path that come next before its state is kept, or before the end of it."""
+        places = self.keeping.places
+        return (places[0].at if places else self.prompt_rows) - self.sent
+
     def admit(self, owner: int, pages: list[int], now: float, borrowed: Sequence[int] = ()) -> None:
         self.owner = owner
         self.pages = pages
@@ -184,8 +204,21 @@ class Conversation:
     def advance(self, rows: int) -> None:
         """Rows are sent."""
         self.sent += rows
-        if self.phase is Phase.FILLING and self.sent == self.prompt_rows:
+        if self.phase is Phase.FILLING and self.sent == self.prompt_rows and not self.idle:
             self.phase = Phase.DECODING
+
+    def resume_from(self, resume: pool_manager_pb2.Resumable, page_rows: int) -> None:
+        """It was admitted with the pages of a kept state before its own; with those alone where it will be carried first."""
+        keeping = self.keeping
+        keeping.resume, keeping.at, keeping.mark = resume, resume.at, resume.mark
+        keeping.awaits_carry = len(self.pages) == -(-resume.at // page_rows)
+
+    def resumed(self) -> pool_manager_pb2.Resumable:
+        """The workers are told what it goes on from."""
+        resume, self.keeping.resume = self.keeping.resume, None
+        assert resume is not None
+        self.sent = resume.at
+        return resume
 
     def arrive(self) -> None:
         """Its rows are with their new owner, and so are the tables of the workers that know it."""
@@ -203,6 +236,7 @@ class Conversation:
         self.pages, self.borrowed, self.carry = [], [], None
         self.tabled = self.asked_rows = self.sent = self.answered = 0
         self.dry_until = 0.0
+        self.keeping.come_back()
         self.parked += 1
         self.replay_rows = self.tokens_so_far - 1 if self.generated else 0
 
@@ -223,17 +257,51 @@ class Conversation:
 
 class Book:
     """Conversations that live: waiting ones in the order in which they will be served, running ones by lane. A lane is free,
-    taken, or resting until the round that frees it is answered."""
+    taken, or resting until the round that frees it is answered. Idle ones that wait are no part of the queue."""
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
+        self.ids = itertools.count(1)
         self.queue: list[Conversation] = []
+        self.idle: list[Conversation] = []
+        """Those that wait, the oldest first."""
         self.seated: dict[int, Conversation] = {}
         self._free = list(range(lanes))
+        self._given_way: set[int] = set()
 
     def __iter__(self) -> Iterator[Conversation]:
         yield from self.seated.values()
         yield from self.queue
+        yield from self.idle
+
+    @property
+    def taken(self) -> int:
+        """Lanes that are taken by conversations for which somebody waits."""
+        return sum(not c.idle for c in self.seated.values())
+
+    @property
+    def coming(self) -> int:
+        """Lanes that idle conversations gave back, and that rest."""
+        return len(self._given_way)
+
+    @property
+    def short(self) -> int:
+        """Conversations in the queue for which no lane is free, or rests."""
+        return len(self.queue) - (self.lanes - len(self.seated))
+
+    @property
+    def quiet(self) -> bool:
+        """Whether there is nothing to do but for idle conversations: nobody is here for whom somebody waits and reads."""
+        return not self.queue and all(c.idle or (c.stalled and c.carry is None) for c in self.seated.values())
+
+    @property
+    def may_idle(self) -> bool:
+        """Whether an idle conversation may have a lane: one at a time, and only while it can run."""
+        return bool(self.idle) and self.quiet and not any(c.idle for c in self.seated.values())
+
+    def idlers(self) -> list[Conversation]:
+        """All idle conversations, those with a lane first."""
+        return [c for c in self if c.idle]
 
     def find(self, conversation: int) -> Conversation | None:
         """The seated conversation of that id, or None."""
@@ -247,8 +315,8 @@ class Book:
         bisect.insort(self.queue, conversation, key=lambda c: c.order)
 
     def seat(self) -> Conversation:
-        """Gives the first in the queue the lowest free lane."""
-        conversation = self.queue.pop(0)
+        """Gives the first in the queue, or else the newest that is idle, the lowest free lane."""
+        conversation = self.queue.pop(0) if self.queue else self.idle.pop()
         conversation.lane = self._free.pop(0)
         self.seated[conversation.lane] = conversation
         return conversation
@@ -258,8 +326,10 @@ class Book:
         conversation.phase = Phase.ENDED
         if conversation.lane >= 0:
             del self.seated[conversation.lane]
+            if conversation.idle:
+                self._given_way.add(conversation.lane)
         else:
-            self.queue.remove(conversation)
+            (self.idle if conversation.idle else self.queue).remove(conversation)
 
     def come_back(self, conversation: Conversation) -> None:
         """From its lane to the queue again. The lane rests until `rest_over`."""
@@ -268,11 +338,12 @@ class Book:
         self.enqueue(conversation)
 
     def rest_over(self, lane: int) -> None:
+        self._given_way.discard(lane)
         bisect.insort(self._free, lane)
 
     def running(self, phase: Phase) -> list[Conversation]:
-        """Seated conversations in a phase, in the order in which they are served."""
-        return sorted((c for c in self.seated.values() if c.phase is phase), key=lambda c: c.order)
+        """Seated conversations in a phase, in the order in which they are served; idle ones are not among them."""
+        return sorted((c for c in self.seated.values() if c.phase is phase and not c.idle), key=lambda c: c.order)
 
     def fail(self, error: LatentPoolError) -> None:
         """Ends every stream."""

@@ -35,5 +35,17 @@ class Counters:
     """Times a conversation's rows moved to another owner."""
     carried_pages: int = 0
     """Pages of answered slices, those of carries that did not end included."""
+    keeps: int = 0
+    """Kept states, those that were evicted since included."""
+    resumes: int = 0
+    """Times a conversation went on from a kept state."""
+    resumed_tokens: int = 0
+    """Tokens that were not computed for it."""
+    forgets: int = 0
+    """Kept states that ended, because the manager said so."""
+    idle_fills: int = 0
+    """Replies that idle time computed as prompts, to keep their states."""
+    idle_dropped: int = 0
+    """Of those begun or waiting, given up because something else came first."""
     mailbox_stalls: int = 0
     """Times a conversation stopped because its client did not read."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import secrets
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from latentpool.v1 import pool_manager_pb2
 from services.router.compose import Composer
 from services.router.conversations import Book, Conversation, Times
 from services.router.delivery import Mailbox
+from services.router.kept import Blocks
 from services.router.loop import RoundLoop
 from services.router.manager import Session
 from services.router.metrics import samples
@@ -32,14 +32,20 @@ class Group:
     """One group, for as long as its epoch lives. `on_ready` is called when all ranks have answered the first round."""
 
     def __init__(
-        self, session: Session, chunk_rows: int, max_waiting: int, dead_after: float, on_ready: Callable[[], None]
+        self,
+        session: Session,
+        chunk_rows: int,
+        max_waiting: int,
+        dead_after: float,
+        keep_replies: bool,
+        on_ready: Callable[[], None],
     ) -> None:
         self._session = session
         self._chunk_rows = chunk_rows
         self._max_waiting = max_waiting
         self._dead_after = dead_after
+        self._keep_replies = keep_replies
         self._on_ready = on_ready
-        self._ids = itertools.count(1)
         self._loop: RoundLoop | None = None
         self._granted: pool_manager_pb2.Granted | None = None
         self._limits: Limits | None = None
@@ -86,7 +92,10 @@ class Group:
         geometry = _geometry(granted.identity.config_json)
         owners = plan.world if plan.split else 1
         composer = Composer(plan.page_rows, geometry.vocab, self._chunk_rows, owners)
-        loop = RoundLoop(self._session, workers, composer, Book(plan.lanes), geometry.vocab, plan.page_rows, granted.headroom)
+        loop = RoundLoop(
+            self._session, workers, composer, Book(plan.lanes), geometry.vocab, plan.page_rows, granted.headroom,
+            granted.keep_from, self._keep_replies,
+        )  # fmt: skip
         self._session.attend(loop.on_answer)
         rounds = asyncio.create_task(self._rounds(loop, workers, granted))
         ready = asyncio.create_task(loop.ready.wait())
@@ -94,7 +103,8 @@ class Group:
         try:
             await asyncio.wait(ends | {ready}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done() and not rounds.done():
-                self._loop, self._granted, self._limits = loop, granted, Limits(plan.context, geometry)
+                self._loop, self._granted = loop, granted
+                self._limits = Limits(plan.context, geometry, _kept(granted))
                 log.info("ready", context=plan.context, lanes=plan.lanes)
                 self._on_ready()
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -134,7 +144,7 @@ class Group:
         assert self._loop is not None
         book = self._loop.book
         waiting = len(book.queue) + reading
-        if waiting >= self._max_waiting + book.lanes - len(book.seated):
+        if waiting >= self._max_waiting + book.lanes - book.taken:
             raise BusyError(
                 f"{waiting} conversations wait already, and --max-waiting is {self._max_waiting}: try again later",
                 waiting=waiting,
@@ -150,7 +160,7 @@ class Group:
         most = limits.context if sampling.max_tokens is None else len(accepted.tokens) + sampling.max_tokens
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(limits.geometry.eos_ids))
         conversation = Conversation(
-            id=next(self._ids),
+            id=next(self._loop.book.ids),
             request_id=accepted.request_id,
             tokens=accepted.tokens,
             sampling=sampling,
@@ -162,6 +172,7 @@ class Group:
             scoring=accepted.scoring,
             background=accepted.background,
             stop_finder=accepted.stop_finder,
+            keeping=accepted.keeping,
         )
         self._loop.submit(conversation)
         return conversation
@@ -177,6 +188,14 @@ def _failure(rounds: asyncio.Task[None]) -> LatentPoolError | None:
     if error is None or isinstance(error, LatentPoolError):
         return error
     raise error
+
+
+def _kept(granted: pool_manager_pb2.Granted) -> Blocks | None:
+    """What all kept states of this epoch have in common; None where none is kept."""
+    identity = granted.identity
+    if not granted.keep_from:
+        return None
+    return Blocks.seeded(identity.checkpoint_digest, identity.numerics_digest, identity.dtype, identity.kv_dtype)
 
 
 def _geometry(config_json: str) -> Geometry:

@@ -18,6 +18,7 @@ from latentpool.v1 import router_pb2 as pb
 from services.router.conversations import Conversation
 from services.router.delivery import Event, Tokens
 from services.router.group import Group
+from services.router.kept import scope
 from services.router.requests import Accepted, Limits, read_generate, read_score
 from services.router.statuses import status
 from services.router.stops import SpokenText
@@ -60,7 +61,7 @@ class Handlers:
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         with self._place() as limits:
-            accepted = await read_generate(request, limits, self._texts)
+            accepted = await read_generate(request, limits, self._texts, _caller(context))
         text = SpokenText(accepted.stops, self._texts.detokenizer())
         async with self._conversation(accepted) as conversation:
             while True:
@@ -180,6 +181,12 @@ class Handlers:
                 return None
 
         return make(run, request_deserializer=read, response_serializer=lambda message: message.SerializeToString())
+
+
+def _caller(context: Context) -> bytes:
+    """The scope of the caller's kept states."""
+    metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    return scope(metadata.get("authorization", ""))
 
 
 def _explained(kind: type[Message], reason: str) -> str:

@@ -14,8 +14,11 @@ from latentpool.v1 import rank_worker_pb2 as pb
 from services.router import digests
 from services.router.compose import Composer, Draft
 from services.router.conversations import Book, Carry, Conversation, Phase
+from services.router.idle import after
+from services.router.keeper import Keeper
 from services.router.manager import Session
 from services.router.outcomes import Outcomes
+from services.router.progress import Reports
 from services.router.workers import Workers
 
 log = structlog.get_logger()
@@ -32,10 +35,20 @@ _DRY_SECONDS = 0.05
 
 class RoundLoop:
     """One group in one term and epoch. `wake` is set whenever there may be something to do; `ready` once all ranks have
-    answered a round."""
+    answered a round. States of `keep_from` tokens and more are kept (0: none), with `keep_replies` those at the ends of replies
+    too."""
 
     def __init__(
-        self, session: Session, workers: Workers, composer: Composer, book: Book, vocab: int, page_rows: int, headroom: int
+        self,
+        session: Session,
+        workers: Workers,
+        composer: Composer,
+        book: Book,
+        vocab: int,
+        page_rows: int,
+        headroom: int,
+        keep_from: int = 0,
+        keep_replies: bool = True,
     ) -> None:
         self.book = book
         self.counters = workers.counters
@@ -47,7 +60,10 @@ class RoundLoop:
         self._page_rows = page_rows
         self._ahead = min(AHEAD_ROWS, headroom + page_rows)
         self._clock = asyncio.get_running_loop().time
-        self._outcomes = Outcomes(vocab, self._clock, workers.counters, self.leave)
+        self._outcomes = Outcomes(vocab, self._clock, workers.counters, self.leave, self._replied)
+        self._keeper = Keeper(session, workers, page_rows, keep_from)
+        self._keep_replies = keep_replies
+        self._reports = Reports()
         self._drafts: deque[Draft] = deque()
         """Of the rounds in flight."""
         self._admits: dict[int, Conversation] = {}
@@ -61,13 +77,15 @@ class RoundLoop:
             self.deliver()
             self.admit()
             self.extend()
+            self.report()
             if not await self.send(self.compose()):
                 await self.rest()
 
     # ---- entering and leaving -------------------------------------------------------------------------------------
 
     def submit(self, conversation: Conversation) -> None:
-        """A conversation arrives."""
+        """A conversation arrives. It computes itself what idle ones would keep of its prompt."""
+        self._overtake(conversation)
         self.book.enqueue(conversation)
         self.admit()
 
@@ -90,9 +108,34 @@ class RoundLoop:
         self.ready.clear()
         self.book.fail(error)
 
+    def _drop(self, idle: Conversation) -> None:
+        """An idle conversation gives way."""
+        self.counters.idle_dropped += 1
+        self.leave(idle)
+
+    def _overtake(self, conversation: Conversation) -> None:
+        """Idle conversations whose tokens another one has too, and more, are not needed any more."""
+        blocks = conversation.keeping.blocks
+        for idle in self.book.idlers():
+            mine = idle.keeping.blocks
+            if blocks is not None and mine is not None and mine.begin(blocks):
+                self._drop(idle)
+
+    def _replied(self, c: Conversation) -> None:
+        """A reply is complete: idle time may keep it. As many wait as there are lanes, the newest."""
+        if not self._keep_replies:
+            return
+        idle = after(c, next(self.book.ids), self._keeper.keep_from, self.wake, self._clock())
+        if idle is not None:
+            self._overtake(idle)
+            self.book.idle.append(idle)
+            for one in self.book.idle[: -self.book.lanes]:
+                self._drop(one)
+
     def _vacate(self, c: Conversation) -> None:
         """Frees its lane. One that the workers know rests until the round that frees it is answered, and its pages are fenced
         by that round."""
+        self._keeper.left(c)
         if c.bound and not c.leaving:
             c.leaving = True
             self._leaving.append(c)
@@ -147,18 +190,23 @@ class RoundLoop:
             self._composer.learn(draft, max(r.compute_seconds + r.exchange_seconds for r in results))
 
     def admit(self) -> None:
-        """Asks the manager for pages for as many as there are lanes, in the order in which they are served."""
-        while self.book.queue and self.book.lane_free:
-            c = self.book.seat()
+        """Asks the manager for pages for as many as there are lanes, in the order in which they are served. Idle ones give
+        their lanes to those who wait, and get one where nobody else does anything."""
+        book = self.book
+        for idle in [c for c in book.seated.values() if c.idle][: max(book.short, 0)]:
+            self._drop(idle)
+        while book.lane_free and (book.queue or book.may_idle):
+            c = book.seat()
+            tokens = c.tokens_so_far + (c.idle and c.tokens_so_far == c.prompt_rows)  # behind the last block there is one
             key = self._session.admit(
-                c.id, c.lane, c.tokens_so_far, c.tokens_to_come, c.request_id,
-                background=c.background, returning=c.parked > 0,
+                c.id, c.lane, tokens, c.tokens_to_come, c.request_id,
+                background=c.background, returning=c.parked > 0, blocks=c.keeping.digests, idle=c.idle,
             )  # fmt: skip
             self._admits[key] = c
-        for ahead, c in enumerate(self.book.queue):
-            if c.ahead != ahead:
+        for ahead, c in enumerate(book.queue):
+            if c.ahead != ahead and ahead >= book.coming:
                 c.ahead = ahead
-                lanes = "the one lane is busy" if self.book.lanes == 1 else f"all {self.book.lanes} lanes are busy"
+                lanes = "the one lane is busy" if book.lanes == 1 else f"all {book.lanes} lanes are busy"
                 c.mailbox.put(router_pb2.Waiting(ahead=ahead, reason=lanes))
 
     def extend(self) -> None:
@@ -166,25 +214,36 @@ class RoundLoop:
         now, needs = self._clock(), []
         for c in self.book.seated.values():
             rows = min(max(c.sent, c.prompt_rows) + self._ahead, c.rows_at_end)
-            may = c.runs and c.carry is None and not c.asked_rows and now >= c.dry_until
+            may = c.runs and c.carry is None and not c.keeping.awaits_carry and not c.asked_rows and now >= c.dry_until
             if may and not c.has_pages(rows, self._page_rows):
                 c.asked_rows = rows
                 needs.append(pool_manager_pb2.Need(conversation=c.id, rows=rows))
         if needs:
             self._session.extend(needs)
 
+    def report(self) -> None:
+        """Tells the manager how far conversations are, now and then."""
+        if progress := self._reports.due(self.book.seated.values(), self._clock()):
+            self._session.report(progress)
+
     def compose(self) -> Draft:
         """The next round, empty where there is nothing to do or enough in flight. Those who leave are freed in it, and their
-        pages fenced by it; so are borrowed pages that it gives back."""
+        pages fenced by it; so are borrowed pages that it gives back. Idle conversations have no rounds run ahead."""
         if self._workers.in_flight == ROUNDS_IN_FLIGHT:
             return Draft()
         self._count_stalls()
-        draft = self._composer.compose(self.book, self._leaving)
+        idle = self.book.quiet and not self._workers.in_flight
+        draft, seq = self._composer.compose(self.book, self._leaving, self._keeper.forget, idle), self._workers.seq + 1
         for c in self._leaving:
-            self._session.finish(c.id, self._workers.seq + 1)
+            self._session.finish(c.id, seq)
         for c in draft.released:
-            self._session.released(c.id, self._workers.seq + 1)
+            self._session.released(c.id, seq)
         self._leaving.clear()
+        self._keeper.sent(draft, seq)
+        for c, _ in draft.kept:
+            if c.idle:
+                self.counters.idle_fills += 1
+                self.leave(c)
         if not draft.operations and not self._workers.in_flight and self._ping_due:
             draft.add(pb.Operation(ping=pb.Ping()))
         self._ping_due = False
@@ -221,6 +280,10 @@ class RoundLoop:
             self._extended(answer.extended)
         elif answer.HasField("orders"):
             self._ordered(answer.orders)
+        elif answer.HasField("keep_answer"):
+            c = self._keeper.answered(answer.key, answer.keep_answer)
+            if c is not None and c.idle and not answer.keep_answer.state:
+                self._drop(c)
         c = self._admits.get(answer.key)
         if c is not None and answer.HasField("admitted"):
             del self._admits[answer.key]
@@ -234,11 +297,18 @@ class RoundLoop:
         if len(admitted.borrowed) % peers if peers else admitted.borrowed:
             raise EpochError(f"the pool manager lent {len(admitted.borrowed)} pages where {peers} owners lend one a slot")
         c.admit(admitted.owner, list(admitted.pages), self._clock(), admitted.borrowed)
+        self._keeper.admitted(c, admitted)
+        if c.idle and (c.keeping.awaits_carry or not c.keeping.places):
+            self._drop(c)
 
     def _refused(self, c: Conversation, refused: pool_manager_pb2.Refused) -> None:
+        if c.idle and not refused.final:
+            self._drop(c)
+            return
         if not refused.final:
             c.mailbox.put(router_pb2.Waiting(ahead=refused.ahead, reason=refused.reason))
             return
+        self.counters.idle_dropped += c.idle
         c.mailbox.fail(NotServedError(refused.reason))
         self.book.leave(c)  # the manager does not know it: there is nothing to finish
         self.book.rest_over(c.lane)
@@ -261,18 +331,19 @@ class RoundLoop:
         for conversation in extended.park:
             c = self.book.find(conversation)
             if c is not None and c.runs:
-                self.park(c)
+                self._drop(c) if c.idle else self.park(c)
 
     def _ordered(self, orders: pool_manager_pb2.Orders) -> None:
         """An order from before a conversation ended or was parked does not concern it any more, as above."""
         for conversation in orders.recall:
             c = self.book.find(conversation)
             if c is not None and c.runs:
-                self._recall(c)
+                self._drop(c) if c.idle else self._recall(c)
         for order in orders.carry:
             c = self.book.find(order.conversation)
             if c is not None and c.runs:
-                self._carry(c, order)
+                self._drop(c) if c.idle else self._carry(c, order)
+        self._keeper.forget += orders.forget
 
     def _recall(self, c: Conversation) -> None:
         """Its borrowed pages go back, if it has any: at the next round, or at once where the workers do not know it yet."""
@@ -285,7 +356,8 @@ class RoundLoop:
             self._session.released(c.id, self._workers.seq)
 
     def _carry(self, c: Conversation, order: pool_manager_pb2.CarryOrder) -> None:
-        """It moves to another owner: slice by slice, or at once where the workers do not know it yet and it has no rows."""
+        """It moves to another owner: slice by slice, or at once where the workers do not know it yet and it has no rows, and
+        will not go on from any."""
         if c.carry is not None or len(order.pages) < len(c.pages):
             raise EpochError(
                 f"the pool manager carries conversation {c.id} with {len(c.pages)} pages to {len(order.pages)} pages of rank "
@@ -293,6 +365,7 @@ class RoundLoop:
             )
         self._recall(c)
         c.carry = Carry(order.owner, list(order.pages))
-        if not c.bound:
+        c.keeping.awaits_carry = False
+        if not c.bound and c.keeping.resume is None:
             c.arrive()
             self._session.carried(c.id, self._workers.seq)

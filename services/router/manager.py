@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 import grpc.aio
@@ -15,6 +15,7 @@ from latentpool import handshake, net
 from latentpool.errors import EpochError, HandshakeError
 from latentpool.v1 import pool_manager_pb2 as pb
 from latentpool.v1 import pool_manager_pb2_grpc
+from services.router.kept import Place
 
 log = structlog.get_logger()
 
@@ -123,9 +124,11 @@ class Session:
         *,
         background: bool,
         returning: bool,
+        blocks: bytes = b"",
+        idle: bool = False,
     ) -> int:
         """Asks for pages; returns the key of the answers. `returning`: it was parked; prompt_tokens are all its tokens so
-        far, max_tokens those that may still come."""
+        far, max_tokens those that may still come. `blocks`, `idle`: as in the message."""
         return self._send(
             pb.SessionRequest(
                 admit=pb.Admit(
@@ -136,6 +139,8 @@ class Session:
                     request_id=request_id,
                     background=background,
                     returning=returning,
+                    blocks=blocks,
+                    idle=idle,
                 )
             )
         )
@@ -151,6 +156,21 @@ class Session:
 
     def carried(self, conversation: int, fence_seq: int) -> int:
         return self._send(pb.SessionRequest(carried=pb.Carried(conversation=conversation, fence_seq=fence_seq)))
+
+    def ask_keep(self, conversation: int, place: Place) -> int:
+        return self._send(pb.SessionRequest(ask_keep=pb.AskKeep(conversation=conversation, at=place.at, mark=place.mark)))
+
+    def kept(self, state: int) -> None:
+        self._send(pb.SessionRequest(kept=pb.Kept(state=state)))
+
+    def resumed(self, conversation: int, fence_seq: int) -> None:
+        self._send(pb.SessionRequest(resumed=pb.Resumed(conversation=conversation, fence_seq=fence_seq)))
+
+    def forgotten(self, states: Sequence[int], fence_seq: int) -> None:
+        self._send(pb.SessionRequest(forgotten=pb.Forgotten(states=states, fence_seq=fence_seq)))
+
+    def report(self, progress: Sequence[pb.Progress]) -> None:
+        self._send(pb.SessionRequest(report=pb.Report(progress=progress)))
 
     def answered(self, seq: int) -> None:
         self._send(pb.SessionRequest(answered=pb.Answered(seq=seq)))

@@ -24,6 +24,12 @@ HELP = {
     "recalls": "Times a fill lost its borrowed pages before they were used up.",
     "carries": "Times a conversation's rows moved to another owner.",
     "carried_pages": "Pages of answered slices, those of carries that did not end included.",
+    "keeps": "States of conversations kept, those that were evicted since included.",
+    "resumes": "Times a conversation went on from a kept state.",
+    "resumed_tokens": "Tokens that were resumed instead of computed.",
+    "forgets": "Kept states that ended, because the pool manager evicted them.",
+    "idle_fills": "Replies that idle time computed as prompts, to keep their states.",
+    "idle_dropped": "Replies whose states idle time did not keep, because something else came first.",
     "mailbox_stalls": "Times a conversation stopped because its client did not read.",
 }
 """What each of Counters counts."""
@@ -32,7 +38,7 @@ HELP = {
 def samples(counters: Counters, book: Book) -> Iterator[Sample]:
     for field in fields(Counters):
         yield counter(f"latentpool_router_{field.name}_total", HELP[field.name], getattr(counters, field.name))
-    phases = Counter(conversation.phase for conversation in book)
+    phases = Counter(conversation.phase for conversation in book if not conversation.idle)
     for phase in Phase:
         if phase is not Phase.ENDED:
             help = "Conversations that live, by phase of their life."

@@ -16,15 +16,22 @@ from services.router.scores import assemble, sampled
 
 class Outcomes:
     """Gives conversations what their rows brought, each thing once: what was delivered before parking is compared where it is a
-    token and dropped where it is a score. `leave` is called with every conversation that this ends."""
+    token and dropped where it is a score. `leave` is called with every conversation that this ends, and then `replied` with
+    those whose reply is complete."""
 
     def __init__(
-        self, vocab: int, clock: Callable[[], float], counters: Counters, leave: Callable[[Conversation], None]
+        self,
+        vocab: int,
+        clock: Callable[[], float],
+        counters: Counters,
+        leave: Callable[[Conversation], None],
+        replied: Callable[[Conversation], None] = lambda _: None,
     ) -> None:
         self._vocab = vocab
         self._clock = clock
         self._counters = counters
         self._leave = leave
+        self._replied = replied
 
     def give(self, operation: pb.Operation, conversations: Sequence[Conversation], parts: Sequence[pb.OperationResult]) -> None:
         """One operation's results, of every rank in rank order. What belongs to conversations that ended is dropped. Raises
@@ -33,6 +40,8 @@ class Outcomes:
             self._prompted(conversations[0], operation.prompt, parts)
         elif operation.HasField("decode"):
             self._decoded(conversations, operation.decode, parts)
+        elif operation.HasField("resume"):
+            self._resumed(conversations[0], operation.resume)
 
     # ---- operations ---------------------------------------------------------------------------------------------
 
@@ -47,6 +56,7 @@ class Outcomes:
             c.fetched_tokens += rows
         if c.phase is Phase.ENDED:
             return
+        c.keeping.began = True
         first, c.answered = c.answered, c.answered + rows
         if c.scoring is not None:
             self._scored(c, first, rows, [part.scores for part in parts])
@@ -58,6 +68,16 @@ class Outcomes:
                 self._compare(c, first + rows, tokens)
             else:
                 self._said(c, tokens[0], _log_probs(parts, tokens, prompt.log_probs)[0])
+
+    def _resumed(self, c: Conversation, resume: pb.Resume) -> None:
+        self._counters.resumes += 1
+        self._counters.resumed_tokens += resume.at
+        if c.phase is Phase.ENDED:
+            return
+        c.answered = resume.at
+        if not c.keeping.began:
+            c.keeping.cached, c.keeping.cached_from = resume.at, c.keeping.mark
+        self._filling(c)
 
     def _decoded(self, conversations: Sequence[Conversation], decode: pb.Decode, parts: Sequence[pb.OperationResult]) -> None:
         rows, of = decode.rows, decode.rows * len(conversations)
@@ -133,6 +153,8 @@ class Outcomes:
                 borrowed_tokens=c.borrowed_tokens,
                 fetched_tokens=c.fetched_tokens,
                 carried=c.carried,
+                cached_tokens=c.keeping.cached,
+                cached_from=c.keeping.cached_from,
             ),
             owner=c.owner,
             seed=c.seed,
@@ -145,6 +167,8 @@ class Outcomes:
         )
         c.mailbox.put(completion)
         self._leave(c)
+        if c.scoring is None:
+            self._replied(c)
 
 
 def _tokens(part: pb.OperationResult, count: int) -> Sequence[int]:

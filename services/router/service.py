@@ -71,7 +71,9 @@ class Router:
         self._address = net.bind(self._server, settings.bind, "the router")
         name = settings.name or f"{socket.gethostname()}:{os.getpid()}"
         self._session = Session(settings.manager, settings.secret, name, settings.take_over)
-        self._group = Group(self._session, settings.chunk_rows, settings.max_waiting, settings.dead_after, self._on_ready)
+        self._group = Group(
+            self._session, settings.chunk_rows, settings.max_waiting, settings.dead_after, settings.keep_replies, self._on_ready
+        )
         Handlers(self._group, self._texts, settings.model).register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self._server)

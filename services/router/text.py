@@ -8,9 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import tokenizers
 
 from latentpool.errors import CheckpointError, RequestError
+from latentpool.v1 import router_pb2
+from services.router.chat import ChatTemplate
 
 T = TypeVar("T")
 
@@ -22,7 +25,9 @@ class Texts:
     """The checkpoint's tokenizer, or its absence, and the threads that work on texts and long id lists."""
 
     def __init__(self, model: Path | None) -> None:
-        """Reads `model`/tokenizer.json if it is there. Raises CheckpointError if it cannot be read."""
+        """Reads `model`/tokenizer.json and the chat template, if they are there. Raises CheckpointError where one cannot be
+        read."""
+        self._template = ChatTemplate(model)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="texts")
         self._tokenizer: tokenizers.Tokenizer | None = None
         if model is not None and (path := model / "tokenizer.json").exists():
@@ -49,12 +54,36 @@ class Texts:
         # a batch of one: unlike encode, it releases the interpreter lock
         return await self.work(lambda: list(tokenizer.encode_batch_fast([text])[0].ids))
 
+    async def encode_chat(self, chat: router_pb2.Chat) -> tuple[list[int], int]:
+        """Token ids of a chat, and how many of them come before its newest user message (0 where there is none). Raises
+        RequestError without a tokenizer or template, and in the template's words."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise RequestError(
+                "chat: this checkpoint is served without a tokenizer (no tokenizer.json): send token_ids", field="chat"
+            )
+
+        def encode() -> tuple[list[int], int]:
+            rendered = self._template.render(chat)
+            # the template writes what a tokenizer would add
+            whole, before = tokenizer.encode_batch_fast([rendered.text, rendered.before], add_special_tokens=False)
+            return list(whole.ids), _common(whole.ids, before.ids)
+
+        return await self.work(encode)
+
     def detokenizer(self) -> Detokenizer:
         """For one reply. Without a tokenizer its texts are empty."""
         return Detokenizer(self._tokenizer.decode if self._tokenizer is not None else lambda _: "")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens with which both begin."""
+    count = min(len(a), len(b))
+    differ = np.asarray(a[:count]) != np.asarray(b[:count])
+    return int(differ.argmax()) if differ.any() else count
 
 
 class Detokenizer:
