@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-from router_fake_model import PAGE_ROWS
+from router_fake_states import FakeStates
 
 from latentpool.v1 import rank_worker_pb2 as pb
 
-_STAGES = {"free": 0, "bind": 1, "table": 1, "borrow": 1, "release": 1, "carry": 2, "prompt": 3, "decode": 4, "ping": 5}
+_STAGES = {
+    "free": 0, "forget": 0, "bind": 1, "table": 1, "resume": 1, "borrow": 1, "release": 1, "keep": 2, "carry": 3, "prompt": 4,
+    "decode": 5, "ping": 6,
+}  # fmt: skip
 """Operations of a round come in this order; a release may also follow its lane's chunk."""
 
 
@@ -30,6 +33,10 @@ class Lane:
         self.state = 0
         self.position = 0
         self.last: int | None = None
+        self.shared: set[int] = set()
+        """Pages of the state that it went on from."""
+        self.new: list[int] = []
+        """Pages mapped in this round."""
 
     @property
     def holds(self) -> list[int]:
@@ -39,9 +46,11 @@ class Lane:
 class FakeLanes(dict[int, Lane]):
     """`releases`, `carries`: (conversation, seq) of every Release and of every last slice."""
 
-    def __init__(self, owners: int, violation: Callable[[str], None]) -> None:
+    def __init__(self, owners: int, page_rows: int, violation: Callable[[str], None]) -> None:
         super().__init__()
         self.owners = owners
+        self.page_rows = page_rows
+        self.states = FakeStates(owners, page_rows, violation)
         self.violation = violation
         self.releases: list[tuple[int, int]] = []
         self.carries: list[tuple[int, int]] = []
@@ -61,6 +70,8 @@ class FakeLanes(dict[int, Lane]):
                 if _STAGES[kind] < stage:
                     self.violation(f"round {round_.seq}: {kind} after {previous[0]}")
                 stage = _STAGES[kind]
+            if kind == "resume" and (previous[0] not in ("bind", "table") or previous[1].lane != op.lane):
+                self.violation(f"round {round_.seq}: lane {op.lane} resumes after {previous[0]}")
             previous = kind, op
 
     def end(self) -> None:
@@ -69,9 +80,12 @@ class FakeLanes(dict[int, Lane]):
             used_up = lane.borrowed and lane.position == self.borrowed_rows(lane)
             if used_up or (lane.borrowed and lane.last is not None):
                 self.violation(f"round {self.round.seq}: lane {name} still borrows after its fill")
+            if strange := self.states.pages & {*lane.new} - lane.shared:
+                self.violation(f"round {self.round.seq}: lane {name} was given pages {strange} of kept states")
+            lane.new = []
 
     def borrowed_rows(self, lane: Lane) -> int:
-        return len(lane.borrowed) // max(self.owners - 1, 1) * PAGE_ROWS
+        return len(lane.borrowed) // max(self.owners - 1, 1) * self.page_rows
 
     # ---- operations -------------------------------------------------------------------------------------------------
 
@@ -90,8 +104,9 @@ class FakeLanes(dict[int, Lane]):
             self.violation(f"lane {op.lane}: slot {op.first_slot} after {len(lane.pages)}")
         if lane.arriving:
             self.violation(f"lane {op.lane} gets pages while it is carried")
-        self.check_new(op.pages, [lane.owner] * len(op.pages))
+        self.check_new(op.pages, [lane.owner] * len(op.pages), but=self.states.pages)
         lane.pages += op.pages
+        lane.new += op.pages
 
     def borrow(self, op: pb.Borrow) -> None:
         lane = self[op.lane]
@@ -127,10 +142,35 @@ class FakeLanes(dict[int, Lane]):
                 self.violation(f"lane {op.lane} is carried with {len(lane.arriving)} of {len(lane.pages)} pages")
             self.carries.append((lane.conversation, self.round.seq))
             lane.pages, lane.arriving, lane.owner, lane.new_owner = lane.arriving, [], op.owner, None
-            lane.carried_in = self.round.seq
+            lane.carried_in, lane.shared = self.round.seq, set()
 
     def free(self, op: pb.Free) -> None:
         del self[op.lane]
+
+    def keep(self, op: pb.Keep) -> None:
+        lane = self[op.lane]
+        if op.at != lane.position or lane.last is not None:
+            self.violation(f"lane {op.lane} is kept at {op.at}, at {lane.position}, {lane.last}")
+        self._check_stands(op.lane)
+        self.check_new(op.pages, list(range(self.owners)))
+        self.states.keep(op, lane.owner, lane.pages, lane.state)
+
+    def resume(self, op: pb.Resume) -> None:
+        lane = self[op.lane]
+        if lane.position or lane.borrowed or lane.arriving:
+            self.violation(f"lane {op.lane} resumes at {lane.position}, {lane.borrowed}, {lane.arriving}")
+        lane.state, lane.shared = self.states.resume(op, lane.owner, lane.pages)
+        lane.position = op.at
+        lane.fetches = True
+
+    def write(self, name: int, rows: int) -> None:
+        """A lane gets rows where it stands: on pages of its own, above what kept states hold."""
+        lane = self[name]
+        slots = range(lane.position // self.page_rows, min(-(-(lane.position + rows) // self.page_rows), len(lane.pages)))
+        pages = {lane.pages[slot] for slot in slots}
+        others = {page for other in self.values() if other is not lane for page in other.holds}
+        if wrong := pages & (others | lane.shared) or self.states.below(pages, lane.position):
+            self.violation(f"round {self.round.seq}: lane {name} at {lane.position} writes on pages {wrong} of others")
 
     # ---- rules ------------------------------------------------------------------------------------------------------
 
@@ -158,9 +198,10 @@ class FakeLanes(dict[int, Lane]):
         if lane.arriving or lane.carried_in > self.round.acknowledged_seq:
             self.violation(f"round {self.round.seq}: lane {name} runs while it is carried")
 
-    def check_new(self, pages: Sequence[int], owners: Sequence[int]) -> None:
-        """Pages that nobody holds, each of its owner."""
-        held = [page for lane in self.values() for page in lane.holds]
+    def check_new(self, pages: Sequence[int], owners: Sequence[int], but: Set[int] = frozenset()) -> None:
+        """Pages that nobody holds, each of its owner; or those that may be shared."""
+        held = [page for lane in self.values() for page in lane.holds if page not in but]
+        held += self.states.pages - but
         for page, owner in zip(pages, owners, strict=False):
             if page in held:
                 self.violation(f"page {page} mapped twice")

@@ -1,8 +1,9 @@
-"""The books of a fake manager: every page is free, leased, lent, a carry's or fenced, and comes back once."""
+"""The books of a fake manager: every page is free, leased, lent, a carry's, a kept state's or fenced, and comes back once
+nobody holds it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -30,6 +31,8 @@ class FakePages:
         self.free = list(range(total))
         self.leases: dict[int, Lease] = {}
         self.fenced: list[tuple[int, list[int]]] = []
+        self.states: dict[int, list[int]] = {}
+        """Pages of kept states, shared ones included."""
 
     def of(self, pages: list[int], owner: int) -> list[int]:
         return [page for page in pages if page % self.owners == owner]
@@ -43,13 +46,14 @@ class FakePages:
 
     def coming(self, owner: int, parking: set[int]) -> int:
         """Pages of an owner that are free or will be."""
-        pages = self.free + [page for _, fenced in self.fenced for page in fenced]
+        kept = {page for pages in self.states.values() for page in pages}
+        pages = self.free + [page for _, fenced in self.fenced for page in fenced if page not in kept]
         for name, lease in self.leases.items():
             if name in parking:
                 pages = pages + lease.all
             else:
                 pages = pages + (lease.pages if lease.moving else []) + (lease.borrowed if lease.recalled else [])
-        return len(self.of(pages, owner))
+        return len(self.of([*{*pages}], owner))
 
     def take(self, owner: int, count: int) -> list[int]:
         taken = self.of(self.free, owner)[:count]
@@ -58,8 +62,9 @@ class FakePages:
 
     # ---- leases ---------------------------------------------------------------------------------------------------
 
-    def lease(self, name: int, owner: int, count: int) -> Lease:
-        self.leases[name] = Lease(owner, self.take(owner, count))
+    def lease(self, name: int, owner: int, count: int, shared: Sequence[int] = ()) -> Lease:
+        """So many pages, the first of them a kept state's."""
+        self.leases[name] = Lease(owner, [*shared, *self.take(owner, count - len(shared))])
         return self.leases[name]
 
     def lend(self, name: int, slots: int) -> None:
@@ -109,14 +114,24 @@ class FakePages:
         lease.owner, lease.pages, lease.moving = lease.new_owner, lease.moving, []
 
     def lift(self, answered: int) -> list[int]:
-        """Pages whose fence is answered; they are free."""
-        lifted = [page for seq, pages in self.fenced if seq <= answered for page in pages]
+        """Pages whose fence is answered and that nobody holds; they are free."""
+        lifted = {page for seq, pages in self.fenced if seq <= answered for page in pages}
         self.fenced = [(seq, pages) for seq, pages in self.fenced if seq > answered]
-        self.free = sorted(self.free + lifted)
-        return lifted
+        lifted -= {page for pages in self.held() for page in pages}
+        self.free = sorted([*self.free, *lifted])
+        return sorted(lifted)
+
+    def held(self) -> list[list[int]]:
+        """By each holder."""
+        return [
+            *(lease.all for lease in self.leases.values()), *self.states.values(), *(pages for _, pages in self.fenced)
+        ]  # fmt: skip
 
     def check(self, when: str) -> None:
-        held = [page for lease in self.leases.values() for page in lease.all]
-        fenced = [page for _, pages in self.fenced for page in pages]
-        if sorted(self.free + held + fenced) != list(range(self.total)):
-            self.violation(f"{when}: of {self.total} pages {len(self.free)} are free, {held} held, {fenced} fenced")
+        held = {page for pages in self.held() for page in pages}
+        if sorted([*self.free, *held]) != list(range(self.total)):
+            self.violation(f"{when}: of {self.total} pages {len(self.free)} are free and {held} held")
+        if not self.states:
+            single = [page for lease in self.leases.values() for page in lease.all]
+            if len(single) != len({*single}):
+                self.violation(f"{when}: leases share pages: {single}")

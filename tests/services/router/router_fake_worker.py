@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
 import numpy as np
 from router_fake_lanes import FakeLanes, Lane
-from router_fake_model import PAGE_ROWS, VOCAB, fold, logits
+from router_fake_model import VOCAB, fold, logits
 
 from latentpool import net
 from latentpool.geometry import R_MAX, share
@@ -25,9 +25,11 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
     the same conversation sample otherwise; `stale` names a seq in which it holds other rows than the rest. `ends` has the rows
     at its end of every conversation that was admitted."""
 
-    def __init__(self, rank: int, world: int, owners: int) -> None:
+    def __init__(self, rank: int, world: int, owners: int, page_rows: int) -> None:
         self.rank, self.world = rank, world
-        self.lanes = FakeLanes(owners, self.violation)
+        self.lanes = FakeLanes(owners, page_rows, self.violation)
+        self.may_run: Callable[[int, int], str] = lambda _conversation, _row: ""
+        """Why a conversation may not run now from a row on."""
         self.columns = share(VOCAB, world, rank)
         self.gate = asyncio.Event()
         self.gate.set()
@@ -145,10 +147,23 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
     def _free(self, op: Any, _result: Any) -> None:
         self.lanes.free(op)
 
-    def _run(self, lane: Lane, tokens: Sequence[int]) -> list[int]:
+    def _keep(self, op: Any, _result: Any) -> None:
+        self.lanes.keep(op)
+
+    def _resume(self, op: Any, _result: Any) -> None:
+        self.lanes.resume(op)
+
+    def _forget(self, op: Any, _result: Any) -> None:
+        self.lanes.states.forget(op)
+
+    def _run(self, name: int, tokens: Sequence[int]) -> list[int]:
         """Runs tokens; the states after each."""
+        lane = self.lanes[name]
+        if why := self.may_run(lane.conversation, lane.position):
+            self.violation(f"conversation {lane.conversation} runs at {lane.position}: {why}")
+        self.lanes.write(name, len(tokens))
         lane.position += len(tokens)
-        if lane.position > len(lane.pages) * PAGE_ROWS:
+        if lane.position > len(lane.pages) * self.lanes.page_rows:
             self.violation(f"row {lane.position - 1} has no page: {len(lane.pages)} are mapped")
         if lane.position > self.ends[lane.conversation]:
             self.violation(f"row {lane.position - 1} of a conversation that ends at {self.ends[lane.conversation]}")
@@ -163,7 +178,7 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
         if op.start != lane.position or op.start % 64 or (not op.last and len(op.tokens) % 64) or not op.tokens:
             self.violation(f"chunk of {len(op.tokens)} at {op.start}, lane at {lane.position}")
         self.lanes.check_prompt(op)
-        states = self._run(lane, op.tokens)
+        states = self._run(op.lane, op.tokens)
         following = [*op.tokens[1:], op.following if op.HasField("following") else -1]
         self._score(op.logits, states, following, result)
         if op.last:
@@ -181,7 +196,7 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
             window = list(op.forced[i * op.rows : (i + 1) * op.rows]) or [lane.last]
             if not op.logits and window[0] != lane.last:
                 self.violation(f"lane {op.lanes[i]} is fed {window[0]} where it sampled {lane.last}")
-            mine = self._run(lane, window)
+            mine = self._run(op.lanes[i], window)
             after = self._sample(lane, mine, result)
             if not op.logits and window[1:] != after[:-1]:
                 self.violation(f"lane {op.lanes[i]} is fed {window} where it sampled {after}")

@@ -7,6 +7,7 @@ import contextlib
 from typing import Any
 
 from router_fake_manager import FakeManager
+from router_fake_model import PAGE_ROWS
 from router_fake_worker import FakeWorker
 
 from latentpool.client import Client
@@ -29,13 +30,18 @@ class Rig:
         pages: int = 40,
         split: bool = False,
         lends: int = 0,
+        page_rows: int = PAGE_ROWS,
+        keep_from: int = 0,
         **settings: Any,
     ) -> None:
         owners = world if split else 1
-        self.workers = [FakeWorker(rank, world, owners) for rank in range(world)]
+        self.workers = [FakeWorker(rank, world, owners, page_rows) for rank in range(world)]
         self.manager = FakeManager(
-            self.workers, lanes=lanes, context=context, pages=pages, secret=SECRET, owners=owners, lends=lends
-        )
+            self.workers, lanes=lanes, context=context, pages=pages, secret=SECRET, owners=owners, lends=lends,
+            page_rows=page_rows, keep_from=keep_from,
+        )  # fmt: skip
+        for worker in self.workers:
+            worker.may_run = self._why_it_may_not_run
         self.settings = {"secret": SECRET, **settings}
 
     async def __aenter__(self) -> Rig:
@@ -54,6 +60,8 @@ class Rig:
                 if not ended.done():
                     await self.until(self.at_rest, "lanes and pages are still taken")
                     self.check_fences()
+                    self.manager.evict(self.manager.kept.evictable())
+                    await self.until(self.all_free, "kept states are not forgotten")
                 ended.cancel()
                 assert self.violations() == []
         finally:
@@ -74,9 +82,19 @@ class Rig:
         return [text for member in (self.manager, *self.workers) for text in member.violations]
 
     def at_rest(self) -> bool:
+        """Nothing is held but by states that are kept."""
         lanes = [lane for worker in self.workers for lane in worker.lanes]
-        pages = self.manager.pages
-        return not lanes and not pages.leases and not self.manager.told and pages.free == list(range(self.manager.total))
+        pages, kept = self.manager.pages, self.manager.kept
+        rest = not lanes and not pages.leases and not self.manager.told and not pages.fenced and not kept.fences
+        rest = rest and all(granted.kept and not granted.forgetting for granted in kept.states.values())
+        return rest and all(worker.lanes.states.keys() == kept.states.keys() for worker in self.workers)
+
+    def all_free(self) -> bool:
+        return self.at_rest() and not self.manager.kept.states and self.manager.pages.free == list(range(self.manager.total))
+
+    def _why_it_may_not_run(self, conversation: int, row: int) -> str:
+        at = self.manager.kept.unanswered.get(conversation)
+        return f"its question at {at} is not answered" if at is not None and row >= at else ""
 
     def check_fences(self) -> None:
         """Whatever was released or carried in a round was told with that round, once."""
@@ -86,6 +104,10 @@ class Rig:
         told = [one for one in self.manager.carried if one in lanes.carries]
         assert len(told) == len(set(told))
         assert len(self.manager.carried) >= self.loop.counters.carries
+        for worker in self.workers:
+            seqs = {r.seq: [op.resume.state for op in r.operations if op.HasField("resume")] for r in worker.rounds}
+            assert all(seqs[seq] for _, seq in self.manager.kept.resumed)
+            assert sum(map(len, seqs.values())) == len(self.manager.kept.resumed)
 
     def gates(self, open_: bool) -> None:
         for worker in self.workers:

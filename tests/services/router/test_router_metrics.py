@@ -19,8 +19,8 @@ def test_every_counter_is_told_and_explained():
 
 class Book:
     def __init__(self, queue, seated):
-        self.queue = [SimpleNamespace(phase=phase) for phase in queue]
-        self.seated = [SimpleNamespace(phase=phase) for phase in seated]
+        self.queue = [SimpleNamespace(phase=phase, idle=False) for phase in queue]
+        self.seated = [SimpleNamespace(phase=phase, idle=False) for phase in seated]
 
     def __iter__(self):
         yield from self.seated

@@ -273,7 +273,7 @@ class Told:
     def finish(self, conversation: int, fence_seq: int) -> None:
         self.finished.append((conversation, fence_seq))
 
-    def admit(self, conversation: int, _lane: int, prompt_tokens: int, *_rest, background: bool, returning: bool) -> int:
+    def admit(self, conversation: int, _lane: int, prompt_tokens: int, *_rest, returning: bool, **_more) -> int:
         self.admitted.append((conversation, prompt_tokens, returning))
         return len(self.admitted)
 
