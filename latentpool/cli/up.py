@@ -174,7 +174,7 @@ def _ready(settings: Settings, plan: plan_pb2.Plan) -> Panel:
         *_metrics(settings),
         "",
         f'latentpool generate "Once upon a time"{router}',
-        f"latentpool pages{manager}",
+        f"latentpool top{manager}",
         "",
         "Ctrl-C stops the group.",
     ]

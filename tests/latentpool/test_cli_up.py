@@ -193,18 +193,18 @@ def test_demo_speaks_and_leaves_nothing(tmp_path, stopping):
 
 @pytest.mark.full
 def test_the_commands_that_use_a_group(tmp_path, stopping):
-    process = start_up(tmp_path, "--metrics-bind", "127.0.0.1:0")
+    process = start_up(tmp_path, "--metrics-bind", "127.0.0.1:0", "--keep-from", "64")
     stopping(process)
     MOMENTS["while it serves"](process, tmp_path)
     words = said(tmp_path).split()
     router, manager = words[words.index("--address") + 1], words[words.index("--manager") + 1]
 
-    def ended(*arguments):
+    def ended(*arguments, typed=""):
         command = [sys.executable, "-m", "latentpool.cli", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, cwd=tmp_path, input=typed, capture_output=True, text=True, timeout=60, check=False)
 
-    def run(*arguments):
-        done = ended(*arguments)
+    def run(*arguments, typed=""):
+        done = ended(*arguments, typed=typed)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -224,6 +224,17 @@ def test_the_commands_that_use_a_group(tmp_path, stopping):
     assert carry.returncode == 1
     assert carry.stderr.startswith("latentpool: no conversation 99: ")
     assert carry.stderr.count("\n") == 1
+    talk = ended("chat", "--max-tokens", "3", "--address", router, typed=f"{'Tell me. ' * 30}\nAnd then?\n")
+    assert talk.returncode == 0, talk.stderr
+    first, second = talk.stderr.splitlines()
+    assert "(0 cached, " in first
+    assert "(256 cached from a history mark, " in second
+    kept = json.loads(run("kept", "--json", "--manager", manager))
+    assert ([state["at"] for state in kept["kept"]], kept["counts"]["hits"]) == ([256], "1")
+    assert "lookups: 1 of " in run("top", "--once", "--interval", "0.2", "--manager", manager)
+    assert " kept" in run("pages", "--check", "--manager", manager)
+    assert run("kept", "--evict-all", "--manager", manager) == f"evicted 1 kept prompt: {kept['kept'][0]['state']}\n"
+    assert run("kept", "--manager", manager).startswith("0 kept prompts: ")
     metrics = [int(port) for port in re.findall(r'"127.0.0.1:(\d+)", "event": "metrics"', said(tmp_path))]
     assert len(metrics) == 4
     read = "".join(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode() for port in metrics)
