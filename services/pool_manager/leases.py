@@ -283,9 +283,9 @@ class Leases:
         self.orders.park.append(conversation)
 
     def lend(self, request: Request, owner: int) -> list[int]:
-        """Free and unreserved ids of the other owners for the slots of a prompt, while nobody waits."""
+        """Free and unreserved ids of the other owners for the slots of a prompt, while nobody waits but the idle."""
         others = [rank for rank in range(self.books.residues) if rank != owner]
-        if not others or not self.borrow or self.waiting:
+        if not others or not self.borrow or (self.waiting and not self.waiting[0].request.idle):
             return []
         slots = min(-(-request.prompt_tokens // self.plan.page_rows), *(max(0, self.unreserved(rank)) for rank in others))
         lent = [self.books.take(rank, slots) for rank in others]

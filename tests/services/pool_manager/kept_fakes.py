@@ -19,6 +19,8 @@ BLOCK = 64
 ROWS = 128
 HISTORY, REWIND, SHARED, REPLY = pb.MARK_HISTORY, pb.MARK_REWIND, pb.MARK_SHARED, pb.MARK_REPLY
 
+MARKS = (HISTORY, REWIND, SHARED, REPLY)
+
 
 def digests(story: Sequence[object]) -> bytes:
     """Chained digests of a prompt whose blocks are these."""
@@ -33,14 +35,16 @@ def keepers(
     residues: int, owner_pages: int, *, budget: int = 1000, fixed: int = 1, window: int = 9, keep: int = 64, carry: int = 128
 ) -> Leases:
     """Leases of so many pages an owner, of two blocks each; budget: pages a rank that states may take."""
-    plan = replace(small_plan(residues, True, owner_pages, 16), page_rows=ROWS, window_pages=window, context=(window - 1) * ROWS)
+    plan = replace(
+        small_plan(residues, True, owner_pages, 16), page_rows=ROWS, window_pages=window, context=(window - 1) * ROWS
+    )
     rules = Rules(fixed_pages=fixed, page_bytes=10, budget_bytes=10 * budget, keep_from=keep, carry_from=carry)
     return Leases(plan, headroom=0, clock=lambda: 0.0, borrow=False, rules=rules)
 
 
 def talk(leases: Leases, name: int, story: Sequence[object], **more: Any) -> Lease | Waiting | Refusal:
     """A conversation whose prompt is a token longer than the story."""
-    fields = {"max_tokens": 0, "blocks": digests(story)} | more
+    fields: dict[str, Any] = {"max_tokens": 0, "blocks": digests(story)} | more
     return leases.admit(Request(name, name % 16, BLOCK * len(story) + 1, **fields))
 
 

@@ -7,13 +7,14 @@ included, and a page must not be handed out while a round that touches it is una
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from lease_model import CONTEXT, HEADROOM, LANES, ROWS, WINDOW, LeaseModel, small_plan
+from lease_model import CONTEXT, HEADROOM, LANES, ROWS, WINDOW, LeaseModel, Wanted, small_plan
 
 from latentpool.v1 import pool_admin_pb2 as pb
 from services.pool_manager.books import Books
@@ -49,25 +50,42 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
         assert one == two
         return one
 
-    def check_lease(self, lease: Lease, wanted: Sequence[int] | None) -> None:
+    def check_lease(self, lease: Lease, wanted: Wanted | None) -> None:
         assert wanted is not None
-        assert lease.pages == list(wanted)
-        name = lease.request.conversation
-        self.held[name] = list(wanted)
-        loan = self.loan(lease.request, self.owner(name)) if self.plan.split else []
+        assert lease.pages == list(wanted.pages)
+        request, name = lease.request, lease.request.conversation
+        self.held[name], self.shared[name] = list(wanted.pages), wanted.shared
+        state = self.states[wanted.state] if wanted.state else None
+        if wanted.move is not None:
+            self.moves[name] = list(wanted.move)
+            self.expected.carry.append(Move(name, self.rank(wanted.move[0]), self.moves[name]))
+        loan = self.loan(request, self.owner(name)) if self.plan.split and state is None else []
         assert lease.borrowed == loan
         if loan:
             self.loans[name] = loan
+        self.looked_up(request, state, wanted.move is not None)
+        assert (lease.resume is None) == (state is None)
+        if state is not None and lease.resume is not None:
+            assert (lease.resume.state, lease.resume.at, lease.owner) == (state.name, state.at, state.owner)
+        if self.stories.get(name) and not request.idle:
+            assert lease.shared_prefix == self.parting(name, 0 if state is None else state.at)
+            self.seen.append(self.stories[name])
 
     def settle(self) -> None:
-        """The head of the queue is admitted, and the next, as far as pages go; nobody overtakes. Then all orders."""
+        """The head of the queue is admitted, and the next, as far as pages go; nobody overtakes. Then answers and orders."""
         admitted = self.both(lambda leases: list(leases.admit_waiting()))
         for lease in admitted:
             name = self.queue.pop(0)
             assert lease.request.conversation == name
             self.check_lease(lease, self.wanted(lease.request))
         assert not self.queue or self.wanted(self.requests[self.queue[0]]) is None
-        self.recall_for_the_first()
+        self.make_room_for_the_first()
+        answers = self.both(lambda leases: list(leases.answers()))
+        for answer, (name, state) in zip(answers, self.outcomes(), strict=True):
+            assert answer.conversation == name
+            assert (answer.state is None) == (state is None), answer.reason
+            if answer.state is not None and state is not None:
+                assert (answer.state.state, answer.state.pages, answer.state.fixed) == (state.name, state.pages, state.fixed)
         assert self.both(lambda leases: leases.take_orders()) == self.expected
         self.expected = Orders()
 
@@ -78,13 +96,15 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
         order = self.in_order()
         wanted = self.wanted(request) if order[0] == name else None
         answer = self.both(lambda leases: leases.admit(request))
-        if request.prompt_tokens + (request.max_tokens or 0) > CONTEXT:
+        if request.prompt_tokens + (request.max_tokens or 0) > self.plan.context:
             assert isinstance(answer, Refusal)
             self.queue.remove(name)
         elif wanted is None:
             assert isinstance(answer, Waiting)
             assert answer.ahead == order.index(name)
             self.queue = order
+            if not answer.ahead:
+                self.make_room_for_the_first()
         else:
             assert isinstance(answer, Lease)
             self.queue.remove(name)
@@ -117,11 +137,10 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.parked)))
         self.parked.remove(name)
         old = self.requests[name]
-        most = CONTEXT - old.prompt_tokens if old.max_tokens is None else old.max_tokens
+        most = self.plan.context - old.prompt_tokens if old.max_tokens is None else old.max_tokens
         done = data.draw(st.integers(0, most))
-        again = Request(
-            name, data.draw(st.sampled_from(self.lanes_left)), old.prompt_tokens + done, most - done, "", old.background, True
-        )
+        lane = data.draw(st.sampled_from(self.lanes_left))
+        again = replace(old, lane=lane, prompt_tokens=old.prompt_tokens + done, max_tokens=most - done, returning=True)
         self.check_admit(again)
 
     @precondition(lambda self: self.held)
@@ -130,7 +149,8 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
         """Needs of some, in any order: of those told to park, of those that move, and of strangers too. What is unmet stays
         owed."""
         names = data.draw(st.lists(st.sampled_from([*sorted(self.held), 10**6]), min_size=1, unique=True))
-        self.check_extend([(name, data.draw(st.just(CONTEXT + 1) | st.integers(0, CONTEXT + 2 * ROWS))) for name in names])
+        rows = st.just(self.plan.context + 1) | st.integers(0, self.plan.context + 2 * ROWS)
+        self.check_extend([(name, data.draw(rows)) for name in names])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -138,13 +158,13 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
         """Everyone, or everyone of one owner, gets a page further."""
         rank = data.draw(st.none() | st.sampled_from(self.ranks))
         names = [name for name in self.held if rank is None or self.owner(name) == rank]
-        self.check_extend([(name, ROWS * (len(self.held[name]) + 1)) for name in names])
+        self.check_extend([(name, self.plan.page_rows * (len(self.held[name]) + 1)) for name in names])
 
     def check_extend(self, needs: Sequence[tuple[int, int]]) -> None:
         names = [name for name, _ in needs]
         for name, rows in needs:
             if name in self.held and name not in self.parking and name not in self.moves:
-                self.owed[name] = max(0, min(-(-rows // ROWS), WINDOW) - len(self.held[name]))
+                self.owed[name] = max(0, min(-(-rows // self.plan.page_rows), WINDOW) - len(self.held[name]))
         for rank in sorted({self.owner(name) for name in names if name in self.held and self.owed.get(name)}):
             self.relieve(rank)
         park, self.expected.park = self.expected.park, []
@@ -163,8 +183,9 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
     @rule()
     def send_round(self) -> None:
         self.sent += 1
-        for page in set(range(self.plan.pages)) - self.unheld:
-            self.touched[page] = self.sent
+        for places in (self.held, self.loans, self.moves):
+            for page in [page for pages in places.values() for page in pages]:
+                self.touched[page] = max(self.touched[page], self.sent)
 
     @precondition(lambda self: self.sent > self.answered_to)
     @rule(data=st.data())
@@ -180,7 +201,7 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
     def touch(self, pages: Sequence[int], ahead: int) -> int:
         """The fence of pages that are given back: the last round that touches them may not be sent yet."""
         for page in pages:
-            self.touched[page] = self.sent + ahead
+            self.touched[page] = max(self.touched[page], self.sent + ahead)
         return self.sent + ahead
 
     @precondition(lambda self: self.loans)
@@ -202,6 +223,7 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
         fence = self.touch([*self.held[name], *self.loans.pop(name, [])], ahead)
         self.recalled.discard(name)
         self.held[name] = pages = self.moves.pop(name)
+        self.shared[name] = 0
         self.relieve(self.owner(name))
         move = self.both(lambda leases: leases.carried(name, fence))
         assert move == Move(name, self.owner(name), pages)
@@ -217,7 +239,7 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
         to = self.richest(others) if rank is None and others else rank
         stays = name in self.held and name in self.tenants(self.owner(name))
         wanted = None
-        if stays and to in others and self.room(to) >= self.size_elsewhere(name):
+        if stays and to in others and self.room(to) >= self.size_elsewhere(name) and not self.being_kept(name):
             wanted = self.move(name, to)
         assert self.both(lambda leases: by_hand(leases, name, rank)) == wanted
         self.settle()
@@ -226,7 +248,8 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
     @rule(data=st.data(), ahead=st.integers(0, 2))
     def park(self, data: st.DataObject, ahead: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.parking)))
-        self.parked.add(name)
+        if not self.requests[name].idle:
+            self.parked.add(name)
         self.leave(name, ahead)
 
     @precondition(lambda self: self.held)
@@ -241,6 +264,7 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
         self.owed.pop(name, None)
         pages = [*self.held.pop(name), *self.loans.pop(name, []), *self.moves.pop(name, [])]
         fence = self.touch(pages, ahead)
+        self.unpin(name, fence)
         assert self.both(lambda leases: leases.finish(name, fence)) == len(pages)
         self.settle()
 
@@ -256,11 +280,7 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
     def whole(self) -> None:
         if not hasattr(self, "plan"):
             return
-        free = {page for rank in self.ranks for page in self.of(rank)}
-        places = {page: (pb.PAGE_KIND_FREE if page in free else pb.PAGE_KIND_FENCED, 0) for page in self.unheld}
-        for name in self.held:
-            places |= dict.fromkeys([*self.held[name], *self.moves.get(name, [])], (pb.PAGE_KIND_LIVE, name))
-            places |= dict.fromkeys(self.loans.get(name, []), (pb.PAGE_KIND_BORROWED, name))
+        places = self.places()
         for leases in self.leases:
             assert leases.check_integrity() == []
             assert {name: lease.pages for name, lease in leases.running.items()} == self.held
@@ -271,6 +291,24 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
             assert leases.parking == self.parking
             assert leases.owed == {name: pages for name, pages in self.owed.items() if pages}
             assert shown(leases) == places
+            states = leases.kept.states.values()
+            assert {state.state: state.pinned for state in states} == {s.name: self.pinned(s) for s in self.states.values()}
+            assert {state.state: state.phase.value for state in states} == {s.name: s.phase for s in self.states.values()}
+            assert {key: count for key, count in asdict(leases.kept.counts).items() if count} == +self.counts
+
+    def places(self) -> dict[int, tuple[int, int, int]]:
+        """What operators should see of every id: its kind, the conversation and the state with the lowest numbers."""
+        free = {page for rank in self.ranks for page in self.of(rank)}
+        kinds = {page: pb.PAGE_KIND_FREE if page in free else pb.PAGE_KIND_FENCED for page in self.unheld}
+        who, which = dict.fromkeys(range(self.plan.pages), 0), dict.fromkeys(range(self.plan.pages), 0)
+        for state in sorted(self.states.values(), key=lambda state: -state.name):
+            kinds |= dict.fromkeys(state.ids, pb.PAGE_KIND_KEPT)
+            which |= dict.fromkeys(state.ids, state.name)
+        for name in sorted(self.held, reverse=True):
+            ids = [*self.held[name], *self.moves.get(name, [])]
+            kinds |= dict.fromkeys(ids, pb.PAGE_KIND_LIVE) | dict.fromkeys(self.loans.get(name, []), pb.PAGE_KIND_BORROWED)
+            who |= dict.fromkeys([*ids, *self.loans.get(name, [])], name)
+        return {page: (kinds[page], who[page], which[page]) for page in range(self.plan.pages)}
 
 
 def by_hand(leases: Leases, name: int, rank: int | None) -> Move | None:
@@ -280,9 +318,10 @@ def by_hand(leases: Leases, name: int, rank: int | None) -> Move | None:
         return None
 
 
-def shown(leases: Leases) -> dict[int, tuple[int, int]]:
-    """Kind and conversation of every id, as operators see them."""
-    return {run.first + at * run.stride: (run.kind, run.conversation) for run in page_runs(leases) for at in range(run.count)}
+def shown(leases: Leases) -> dict[int, tuple[int, int, int]]:
+    """Kind, conversation and state of every id, as operators see them."""
+    runs = page_runs(leases)
+    return {run.first + at * run.stride: (run.kind, run.conversation, run.state) for run in runs for at in range(run.count)}
 
 
 TestLeaseMachine = LeaseMachine.TestCase
