@@ -33,11 +33,12 @@ def conversations(settings: Settings, json: Json = False) -> None:
     latentpool conversations --json
 
     \b
-    waiting          for a lane or for pages
-    filling 40%      its prompt is computed; "cached" says how many of its tokens were resumed instead
-    decoding         it replies
-    carrying to rank 1, parking    it moves, or gives its pages to others and comes back
-    keeping 40%      a reply that is computed as part of a prompt, to be kept; everybody goes first
+    waiting             for a lane or for pages
+    filling 40%         its prompt is computed; "cached" tokens were resumed
+    decoding            it replies
+    carrying to rank 1  its rows move to another owner
+    parking             it gives its pages to others, and comes back
+    keeping 40%         a reply is computed again to be kept; others go first
     """
     listed = ask_manager(settings, lambda client: client.list_conversations())
     if json:

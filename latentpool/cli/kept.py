@@ -37,10 +37,12 @@ def kept(
     latentpool kept --json | jq .counts
 
     \b
-    mark history   the end of a prompt               rewind   just before its newest user message, so that it can be edited
-         reply     the end of a reply                shared   where prompts part that begin alike
-    extended       another kept prompt holds it and more: it is the first to go
-    in use         a conversation is being resumed from it: it cannot go now
+    marks: history   the end of a prompt
+           rewind    before its newest user message, which may be edited
+           shared    where it parted from prompts that began alike
+           reply     the end of its reply, computed again in idle time
+    extended         a longer state holds it and more: it is the first to go
+    in use           a conversation is being resumed from it: it stays
 
     An evicted prompt is computed again when it comes back; replies are the same.
     """

@@ -37,7 +37,7 @@ def pages(
 
     \b
     █ live       a running conversation's
-    ▀ shared     held more than once, as by a kept prompt and a conversation that resumed it (then on blue)
+    ▀ shared     held more than once; on blue if a kept prompt is a holder
     ▚ borrowed   lent to a prompt of another owner while it is computed
     ▓ kept       a kept prompt's; given back when a conversation needs it
     ▒ fenced     given back, and free once the rounds under way are answered

@@ -67,6 +67,8 @@ def generate(
     latentpool generate "Once upon a time" --max-tokens 100 --stop "The end"
     latentpool generate --prompt-file book.txt --temperature 0.7 --top-p 0.9
     latentpool generate --token-ids "1 2 3" --max-tokens 8 --log-probs 5 --json
+
+    "Cached" tokens were resumed from a kept prompt instead of computed; its mark says why it was kept (latentpool kept --help).
     """
     if log_probs is not None and not json:
         raise ConfigError("--log-probs: they are shown as JSON only: add --json")
