@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from services.router.delivery import Mailbox
 from services.router.kept import APART, Keeping
 
 
-def after(c: Conversation, id_: int, keep_from: int, wake: asyncio.Event, now: float) -> Conversation | None:
+def after(c: Conversation, ids: Iterator[int], keep_from: int, wake: asyncio.Event, now: float) -> Conversation | None:
     """The idle conversation over all that was said, prompt and reply; None where there is too little to keep behind what is
     kept already."""
     keeping, total = c.keeping, c.tokens_so_far
@@ -22,7 +23,7 @@ def after(c: Conversation, id_: int, keep_from: int, wake: asyncio.Event, now: f
         return None
     tokens = np.concatenate((c.tokens, np.array(c.generated, np.uint32)))
     return Conversation(
-        id=id_,
+        id=next(ids),
         request_id=c.request_id,
         tokens=tokens,
         sampling=Sampling(),

@@ -29,7 +29,7 @@ class Keeper:
     def admitted(self, c: Conversation, admitted: pb.Admitted) -> None:
         """A conversation has pages: perhaps a kept state's, and where it will be kept itself is decided here. Raises EpochError
         where the answer makes no sense."""
-        keeping, cached = c.keeping, 0
+        keeping = c.keeping
         if admitted.HasField("resume"):
             cached = admitted.resume.at
             most = c.prompt_rows - (not c.idle)
@@ -41,8 +41,8 @@ class Keeper:
             c.resume_from(admitted.resume, self._page_rows)
         if keeping.blocks is not None and self.keep_from:
             reply = [Place(c.prompt_rows, pb.MARK_REPLY)]
-            wanted = reply if c.idle else fill_places(c.prompt_rows, keeping.rewind, admitted.shared_prefix)
-            keeping.places = places(wanted, self.keep_from, cached)
+            keeping.wanted = reply if c.idle else fill_places(c.prompt_rows, keeping.rewind, admitted.shared_prefix)
+            self._plan(c)
 
     def sent(self, draft: Draft, seq: int) -> None:
         """What a round does with kept states; it is sent as `seq`."""
@@ -70,6 +70,8 @@ class Keeper:
             ask.state, ask.pages = answer.state, list(answer.pages)
         else:
             c.keeping.ask = None
+            c.keeping.wanted.remove(ask.place)
+            self._plan(c)
         return c
 
     def left(self, c: Conversation) -> None:
@@ -77,6 +79,12 @@ class Keeper:
         ask, c.keeping.ask = c.keeping.ask, None
         if ask is not None:
             self._give_back(ask.state)
+
+    def _plan(self, c: Conversation) -> None:
+        """Where it is kept from here on: what was too near to a place that is refused may be kept now."""
+        keeping = c.keeping
+        ahead = [place for place in keeping.wanted if place.at > c.sent]
+        keeping.places = places(ahead, self.keep_from, keeping.at)
 
     def _give_back(self, state: int) -> None:
         if state:

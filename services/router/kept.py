@@ -71,31 +71,34 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a fill stops to keep a state."""
+    """Where a fill stops to keep a state, a multiple of 64."""
 
     at: int
     mark: pb.Mark.ValueType
 
 
-def places(wanted: Sequence[Place], keep_from: int, cached: int) -> list[Place]:
-    """Those of the wanted places (what serves most first) at which states are kept, ascending: rounded down to blocks, not
-    below `keep_from` tokens, not near the state that the fill goes on from (`cached` tokens, 0: none), and of two near one
-    another the one that serves more."""
+def places(wanted: Sequence[Place], keep_from: int, last: int) -> list[Place]:
+    """Those of the wanted places (what serves most first) at which states are kept, ascending: not below `keep_from` tokens,
+    not near the last state that the fill goes on from or kept (`last` tokens, 0: none), and of two near one another the one
+    that serves more."""
     taken: list[Place] = []
     for place in wanted:
-        at = place.at // BLOCK * BLOCK
-        near = [other for other in (cached, *(one.at for one in taken)) if other and abs(at - other) < APART]
-        if at >= max(keep_from, BLOCK) and at > cached and not near:
-            taken.append(Place(at, place.mark))
+        near = any(abs(place.at - other.at) < APART for other in taken)
+        if place.at >= max(keep_from, last + APART if last else BLOCK) and not near:
+            taken.append(place)
     return sorted(taken, key=lambda place: place.at)
 
 
 def fill_places(tokens: int, rewind: int, shared: int) -> list[Place]:
-    """Of a prompt. Where prompts part serves all of them, where the newest message begins every wording of it, and the end its
-    own continuation only; from either the way to the end is short where it is near. At least one token is left to run."""
+    """Of a prompt, what serves most first. Where prompts part serves all of them, where the newest message begins every wording
+    of it, and the end its own continuation only; from either the way to the end is short where it is near. At least one token
+    is left to run."""
     last = (tokens - 1) // BLOCK * BLOCK
-    wanted = (Place(shared, pb.MARK_SHARED), Place(rewind, pb.MARK_REWIND), Place(last, pb.MARK_HISTORY))
-    return [place for place in wanted if place.at // BLOCK * BLOCK <= last]
+    marks = ((shared, pb.MARK_SHARED), (rewind, pb.MARK_REWIND))
+    return [
+        *(Place(at // BLOCK * BLOCK, mark) for at, mark in marks if at // BLOCK * BLOCK < last),
+        Place(last, pb.MARK_HISTORY),
+    ]
 
 
 # ---- states -------------------------------------------------------------------------------------------------------
@@ -122,6 +125,8 @@ class Keeping:
     """What it goes on from, until the workers are told."""
     awaits_carry: bool = False
     """Its pages are the state's alone, and no row may be added: an order to carry it follows."""
+    wanted: list[Place] = field(default_factory=list)
+    """Where states would serve, the most first; what the manager refuses is wanted no longer."""
     places: list[Place] = field(default_factory=list)
     """Where states will be kept."""
     ask: Ask | None = None
@@ -141,4 +146,5 @@ class Keeping:
 
     def come_back(self) -> None:
         """It holds nothing any more."""
-        self.resume, self.ask, self.awaits_carry, self.places, self.at = None, None, False, [], 0
+        self.resume, self.ask, self.awaits_carry, self.at = None, None, False, 0
+        self.wanted, self.places = [], []

@@ -125,7 +125,7 @@ class RoundLoop:
         """A reply is complete: idle time may keep it. As many wait as there are lanes, the newest."""
         if not self._keep_replies:
             return
-        idle = after(c, next(self.book.ids), self._keeper.keep_from, self.wake, self._clock())
+        idle = after(c, self.book.ids, self._keeper.keep_from, self.wake, self._clock())
         if idle is not None:
             self._overtake(idle)
             self.book.idle.append(idle)

@@ -80,9 +80,7 @@ class FakeLanes(dict[int, Lane]):
             used_up = lane.borrowed and lane.position == self.borrowed_rows(lane)
             if used_up or (lane.borrowed and lane.last is not None):
                 self.violation(f"round {self.round.seq}: lane {name} still borrows after its fill")
-            if strange := self.states.pages & {*lane.new} - lane.shared:
-                self.violation(f"round {self.round.seq}: lane {name} was given pages {strange} of kept states")
-            lane.new = []
+            self.check_given(name)
 
     def borrowed_rows(self, lane: Lane) -> int:
         return len(lane.borrowed) // max(self.owners - 1, 1) * self.page_rows
@@ -142,6 +140,7 @@ class FakeLanes(dict[int, Lane]):
                 self.violation(f"lane {op.lane} is carried with {len(lane.arriving)} of {len(lane.pages)} pages")
             self.carries.append((lane.conversation, self.round.seq))
             lane.pages, lane.arriving, lane.owner, lane.new_owner = lane.arriving, [], op.owner, None
+            self.check_given(op.lane)
             lane.carried_in, lane.shared = self.round.seq, set()
 
     def free(self, op: pb.Free) -> None:
@@ -168,7 +167,7 @@ class FakeLanes(dict[int, Lane]):
         lane = self[name]
         slots = range(lane.position // self.page_rows, min(-(-(lane.position + rows) // self.page_rows), len(lane.pages)))
         pages = {lane.pages[slot] for slot in slots}
-        others = {page for other in self.values() if other is not lane for page in other.holds}
+        others = {page for other in self.values() if other is not lane for page in other.holds if page not in other.shared}
         if wrong := pages & (others | lane.shared) or self.states.below(pages, lane.position):
             self.violation(f"round {self.round.seq}: lane {name} at {lane.position} writes on pages {wrong} of others")
 
@@ -197,6 +196,13 @@ class FakeLanes(dict[int, Lane]):
         lane = self[name]
         if lane.arriving or lane.carried_in > self.round.acknowledged_seq:
             self.violation(f"round {self.round.seq}: lane {name} runs while it is carried")
+
+    def check_given(self, name: int) -> None:
+        """A lane has pages of the state only that it goes on from."""
+        lane = self[name]
+        if strange := self.states.pages & {*lane.new} - lane.shared:
+            self.violation(f"round {self.round.seq}: lane {name} was given pages {strange} of kept states")
+        lane.new = []
 
     def check_new(self, pages: Sequence[int], owners: Sequence[int], but: Set[int] = frozenset()) -> None:
         """Pages that nobody holds, each of its owner; or those that may be shared."""

@@ -16,6 +16,8 @@ class Lease:
     new_owner: int = -1
     moving: list[int] = field(default_factory=list)
     """Pages at the new owner."""
+    shared: int = 0
+    """Pages in front that are a kept state's too."""
     owed: int = 0
     """Pages asked for and not granted: nobody is admitted with them."""
 
@@ -64,7 +66,7 @@ class FakePages:
 
     def lease(self, name: int, owner: int, count: int, shared: Sequence[int] = ()) -> Lease:
         """So many pages, the first of them a kept state's."""
-        self.leases[name] = Lease(owner, [*shared, *self.take(owner, count - len(shared))])
+        self.leases[name] = Lease(owner, [*shared, *self.take(owner, count - len(shared))], shared=len(shared))
         return self.leases[name]
 
     def lend(self, name: int, slots: int) -> None:
@@ -111,7 +113,7 @@ class FakePages:
             self.violation(f"conversation {name} was carried: {lease}")
             return
         self.fenced.append((fence, lease.pages))
-        lease.owner, lease.pages, lease.moving = lease.new_owner, lease.moving, []
+        lease.owner, lease.pages, lease.moving, lease.shared = lease.new_owner, lease.moving, [], 0
 
     def lift(self, answered: int) -> list[int]:
         """Pages whose fence is answered and that nobody holds; they are free."""
@@ -131,7 +133,6 @@ class FakePages:
         held = {page for pages in self.held() for page in pages}
         if sorted([*self.free, *held]) != list(range(self.total)):
             self.violation(f"{when}: of {self.total} pages {len(self.free)} are free and {held} held")
-        if not self.states:
-            single = [page for lease in self.leases.values() for page in lease.all]
-            if len(single) != len({*single}):
-                self.violation(f"{when}: leases share pages: {single}")
+        own = [page for lease in self.leases.values() for page in lease.all[lease.shared :]]
+        if len(own) != len({*own}):
+            self.violation(f"{when}: leases share pages: {own}")

@@ -29,7 +29,7 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
         self.rank, self.world = rank, world
         self.lanes = FakeLanes(owners, page_rows, self.violation)
         self.may_run: Callable[[int, int], str] = lambda _conversation, _row: ""
-        """Why a conversation may not run now from a row on."""
+        """Why a conversation may not run now, from a row on; "" where it may."""
         self.columns = share(VOCAB, world, rank)
         self.gate = asyncio.Event()
         self.gate.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from typing import Any
 
 from router_fake_manager import FakeManager
@@ -41,7 +42,9 @@ class Rig:
             page_rows=page_rows, keep_from=keep_from,
         )  # fmt: skip
         for worker in self.workers:
-            worker.may_run = self._why_it_may_not_run
+            worker.may_run = functools.partial(self._why_it_may_not_run, worker)
+        self.stalls = False
+        """Whether a client that does not read leaves time to idle conversations."""
         self.settings = {"secret": SECRET, **settings}
 
     async def __aenter__(self) -> Rig:
@@ -63,7 +66,8 @@ class Rig:
                     self.manager.evict(self.manager.kept.evictable())
                     await self.until(self.all_free, "kept states are not forgotten")
                 ended.cancel()
-                assert self.violations() == []
+                violations = self.violations()
+                assert not violations, "\n".join(violations[:20])
         finally:
             for worker in self.workers:
                 worker.gate.set()
@@ -92,7 +96,12 @@ class Rig:
     def all_free(self) -> bool:
         return self.at_rest() and not self.manager.kept.states and self.manager.pages.free == list(range(self.manager.total))
 
-    def _why_it_may_not_run(self, conversation: int, row: int) -> str:
+    def _why_it_may_not_run(self, worker: FakeWorker, conversation: int, row: int) -> str:
+        idle = self.manager.idle
+        if conversation in idle and not self.stalls:
+            others = [lane.conversation for lane in worker.lanes.values() if lane.conversation not in idle]
+            if others:
+                return f"it is idle, and {others} are there"
         at = self.manager.kept.unanswered.get(conversation)
         return f"its question at {at} is not answered" if at is not None and row >= at else ""
 
