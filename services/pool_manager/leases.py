@@ -34,6 +34,9 @@ from services.pool_manager.lease import (
 )
 from services.pool_manager.plan import Plan
 
+NOTHING_LEFT = "no kept state has room for it to go on: an idle conversation computes nothing afresh"
+"""Why an idle conversation is refused."""
+
 
 @dataclass(slots=True)
 class Leases:
@@ -155,6 +158,8 @@ class Leases:
         Raises ValueError for a conversation or lane that is in use or not of the plan: the router's mistake."""
         self._check(request)
         reason = self.refusal(request)
+        if request.idle and self.kept.lookup(request.blocks) is None:
+            reason = NOTHING_LEFT
         if reason is not None:
             return Refusal(reason)
         ahead = bisect_right(self.waiting, request.turn, key=lambda one: one.request.turn)
@@ -169,11 +174,17 @@ class Leases:
 
     def admit_waiting(self) -> Iterator[Lease]:
         """Admits from the head of the queue as far as pages go, and makes room for the next. Call it after every other call
-        but `admit`, and take all it gives; then `answers`."""
+        but `admit`, and take all it gives; then `give_up` and `answers`."""
         while self.waiting and (place := placing.place(self, self.waiting[0].request)) is not None:
             yield placing.lease(self, self.waiting.pop(0).request, place)
         if self.waiting:
             relief.make_room(self, self.waiting[0].request)
+
+    def give_up(self) -> list[Request]:
+        """Idle ones that wait for nothing leave the queue, refused for good. Call it after `admit_waiting`."""
+        gone = [one.request for one in self.waiting if one.request.idle and relief.hopeless(self, one.request)]
+        self.waiting = [one for one in self.waiting if one.request not in gone]
+        return gone
 
     def extend(self, needs: Sequence[tuple[int, int]]) -> Extension:
         """Pages towards so many mapped rows of each (conversation, rows), never past the window. Relieves owners that run dry;
@@ -239,7 +250,7 @@ class Leases:
         self.asked[conversation] = Ask(conversation, at, mark)
 
     def answers(self) -> Iterator[Answer]:
-        """What came of `ask_keep`. Call it after `admit_waiting`, and take all it gives."""
+        """What came of `ask_keep`. Call it after `give_up`, and take all it gives."""
         return keeping.answers(self)
 
     def resumed(self, conversation: int, fence: int) -> None:

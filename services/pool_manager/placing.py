@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def place(leases: Leases, request: Request) -> Place | None:
     """Where it can be admitted now, whoever waits; None: nowhere. Best is the owner of the longest kept state that it goes on
-    from, then a rank with room that the state is carried to, then the usual owner, afresh."""
+    from, then a rank with room that the state is carried to, then the usual owner, afresh. An idle one only goes on."""
     if not leases.plan.paged:
         window = leases.plan.window_pages
         return Place(0, window) if leases.books.can_take_run(request.lane * window, window) else None
@@ -28,6 +28,8 @@ def place(leases: Leases, request: Request) -> Place | None:
             return Place(state.owner, own, state)
         if may_carry(leases, state, request) and quota <= leases.unreserved(to := relief.roomiest(leases, state.owner)):
             return Place(state.owner, quota, state, to)
+    if request.idle:
+        return None
     owner = leases.owner()
     return Place(owner, quota) if quota <= leases.unreserved(owner) else None
 
@@ -66,7 +68,7 @@ def _take(leases: Leases, made: Lease, there: Place) -> None:
     else:
         made.move = Move(name, there.to, leases.books.take(there.to, there.pages))
         leases.orders.carry.append(made.move)
-    if state is None and not made.request.idle:
+    if state is None:
         made.borrowed = leases.lend(made.request, there.owner)
 
 

@@ -96,6 +96,16 @@ def _wishes(leases: Leases, request: Request) -> list[_Wish]:
     return wishes
 
 
+def hopeless(leases: Leases, request: Request) -> bool:
+    """Whether an idle one waits for nothing: its state is gone, or neither what can be ordered back nor the end of others that
+    run would bring it the pages."""
+    if leases.kept.lookup(request.blocks) is None:
+        return True
+    if any(not lease.request.idle for lease in leases.running.values()):
+        return False
+    return not any(_would_fit(leases, wish, idle=True) for wish in _wishes(leases, request))
+
+
 def _would_fit(leases: Leases, wish: _Wish, idle: bool) -> bool:
     return _potential(leases, wish.owner, wish.state, idle) >= wish.pages
 

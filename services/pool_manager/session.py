@@ -18,7 +18,7 @@ from latentpool.v1 import pool_manager_pb2 as pb
 from services.pool_manager import keeping
 from services.pool_manager.keeping import evict_by_hand
 from services.pool_manager.lease import Answer, Lease, Move, Refusal, Request, Waiting
-from services.pool_manager.leases import Leases
+from services.pool_manager.leases import NOTHING_LEFT, Leases
 from services.pool_manager.relief import carry_by_hand
 
 log = structlog.get_logger()
@@ -236,6 +236,10 @@ class Session:
         """Whatever a request has made possible or necessary."""
         for lease in self.leases.admit_waiting():
             self._admitted(self._keys.pop(lease.request.conversation), lease)
+        for request in self.leases.give_up():
+            log.info("idle conversation given up", conversation=request.conversation)
+            refused = pb.Refused(final=True, reason=NOTHING_LEFT)
+            self._answer(self._keys.pop(request.conversation), refused=refused)
         for answer in self.leases.answers():
             self._answer_ask(answer)
         self._order()

@@ -149,6 +149,8 @@ class LeaseModel(StateModel):
             others = [rank for rank in self.ranks if rank != state.owner]
             if others and self.portable(state, request) and self.room(to := self.richest(others)) >= quota:
                 return Wanted(state.pages, state.name, len(state.pages), self.of(to)[:quota])
+        if request.idle:
+            return None
         richest = self.richest(self.ranks)
         return Wanted(self.of(richest)[:quota]) if self.room(richest) >= quota else None
 
@@ -237,6 +239,21 @@ class LeaseModel(StateModel):
             if len(self.at_best(rank, request.idle, spared)) - self.owes(rank) >= need:
                 self.fetch(rank, need, spared, request.idle)
                 return
+
+    def lost(self) -> list[int]:
+        """Idle ones that wait though nothing would help them."""
+        lost = []
+        for name in self.queue:
+            request = self.requests[name]
+            state = self.found(request) if request.idle else None
+            busy = any(not self.requests[other].idle for other in self.held)
+            if request.idle and state is None:
+                lost.append(name)
+            elif state is not None and not busy:
+                need = self.quota(request) - state.at // self.plan.page_rows
+                if len(self.at_best(state.owner, True, state)) - self.owes(state.owner) < need:
+                    lost.append(name)
+        return lost
 
     def at_best(self, rank: int, idle: bool, spared: State | None = None) -> set[int]:
         """Ids of a rank that would be free, or owed, if everything came back that may be ordered back for an admission."""

@@ -248,8 +248,7 @@ def test_short_states_are_not_carried_and_the_idle_carry_none() -> None:
     assert begun(leases, 5, "abcdefghij").resume is None
     assert leases.kept.counts.misses_short == 1
     leases = full_owner()
-    assert begun(leases, 5, "abcdefghij", idle=True).resume is None
-    assert leases.kept.counts.misses_room == 1
+    assert isinstance(talk(leases, 5, "abcdefghij", idle=True), Waiting)
 
 
 def test_lookups_of_those_without_blocks_are_not_counted() -> None:
@@ -272,7 +271,9 @@ def test_prompts_are_told_where_they_part_from_earlier_ones() -> None:
     assert (third.shared_prefix, third.resume and third.resume.state) == (0, state.state)
     assert begun(leases, 4, "abcdXYW").shared_prefix == 6 * BLOCK
     assert begun(leases, 5, "kl").shared_prefix == 0
-    assert begun(leases, 6, "klm", idle=True).shared_prefix == 0
+    kept(leases, 5, 2)
+    assert begun(leases, 6, "klmn", idle=True).shared_prefix == 0
+    assert begun(leases, 7, "klmn").shared_prefix == 0  # what an idle one computes is no prompt
 
 
 def test_old_prompts_are_forgotten_from_their_ends() -> None:
@@ -469,7 +470,7 @@ def test_a_keep_evicts_nothing_for_itself_while_others_wait_for_pages() -> None:
     assert refused(leases, 2, 8) == "conversations wait for the pages that it would take"
     assert alive(leases) == [state.state]
     leases.finish(4, 0)
-    assert isinstance(talk(leases, 5, "9" * 14, idle=True), Waiting)
+    assert isinstance(talk(leases, 5, "abcd" + "9" * 10, idle=True), Waiting)
     assert asked(leases, 2, 8) is None
     assert leases.take_orders() == Orders(forget=[state.state])
 
@@ -552,14 +553,35 @@ def test_an_owner_that_runs_dry_evicts_before_it_carries_or_parks() -> None:
 
 
 def test_the_idle_wait_behind_everybody_and_block_nobody() -> None:
-    leases = keepers(1, 12)
+    leases = keepers(1, 13)
+    went(leases, 9, "a")
     begun(leases, 1, "0123456789AB")
     assert isinstance(talk(leases, 2, "abcdefghij", idle=True), Waiting)
     waiting = talk(leases, 3, "klmnopqrst", background=True)
     assert isinstance(waiting, Waiting)
     assert waiting.ahead == 0
-    assert isinstance(talk(leases, 4, "uv"), Lease)
     assert [one.request.conversation for one in leases.waiting] == [3, 2]
+
+
+def test_the_idle_do_not_wait_for_nothing() -> None:
+    """Not without a state; not where nobody runs and the pages would not do; nor once the state has gone."""
+    leases = keepers(1, 11)
+    assert isinstance(talk(leases, 1, "abc", idle=True), Refusal)
+    state = went(leases, 2, "abcde")
+    begun(leases, 3, "01234567")
+    assert isinstance(talk(leases, 4, "abcdeABCDE", idle=True), Waiting)
+    assert leases.give_up() == []  # conversation 3 will end
+    leases.finish(3, 0)
+    assert [lease.request.conversation for lease in leases.admit_waiting()] == [4]
+    leases.finish(4, 0)
+    leases.books.take(0, 4)  # as if they were gone for ever
+    assert isinstance(talk(leases, 5, "abcdeABCDE", idle=True), Waiting)
+    assert [request.conversation for request in leases.give_up()] == [5]
+    assert leases.waiting == []
+    begun(leases, 6, "q")
+    assert isinstance(talk(leases, 7, "abcdeABCDE", idle=True), Waiting)
+    keeping.evict_by_hand(leases, [state.state])
+    assert [request.conversation for request in leases.give_up()] == [7]
 
 
 def test_the_idle_park_for_those_that_wait_before_loans_and_states() -> None:
@@ -577,10 +599,11 @@ def test_the_idle_park_for_those_that_wait_before_loans_and_states() -> None:
 
 
 def test_the_idle_park_first_where_an_owner_runs_dry_even_alone() -> None:
-    leases = keepers(1, 13)
+    leases = keepers(1, 14)
+    state = went(leases, 3, "a")
     begun(leases, 1, "0123456")
     begun(leases, 2, "abcdef", idle=True)
-    state = went(leases, 3, "k")
+    leases.resumed(2, 0)
     assert leases.extend([(1, 9 * 128)]).park == [2]
     leases.finish(2, 0)
     assert leases.extend([(1, 9 * 128)]).park == []
@@ -588,16 +611,15 @@ def test_the_idle_park_first_where_an_owner_runs_dry_even_alone() -> None:
 
 
 def test_the_idle_take_no_loans_and_recall_none_and_park_nobody() -> None:
-    leases = keepers(2, 12)
+    leases = keepers(2, 14)
     leases.borrow = True
+    went(leases, 9, "a")
     first = begun(leases, 1, "0123456789")
     assert first.borrowed
-    assert isinstance(talk(leases, 2, "abcdefghijklmn", idle=True), Waiting)
+    assert isinstance(talk(leases, 2, "a" + "bcdefghijklmno", idle=True), Waiting)
     assert leases.take_orders() == Orders()
-    third = begun(leases, 3, "ab")  # an idle one that waits keeps nobody from borrowing
-    assert third.borrowed
-    leases.finish(2, 0)
-    assert begun(leases, 4, "k", idle=True).borrowed == []
+    assert begun(leases, 3, "ab").borrowed == []  # it goes on
+    assert begun(leases, 4, "x").borrowed  # an idle one that waits keeps nobody from borrowing
 
 
 def test_an_idle_one_may_take_the_place_of_old_states_but_not_of_its_own() -> None:
@@ -605,6 +627,7 @@ def test_an_idle_one_may_take_the_place_of_old_states_but_not_of_its_own() -> No
     mine, other = went(leases, 1, "abcd"), went(leases, 2, "wxyz")
     assert isinstance(talk(leases, 3, "abcdefghij", idle=True), Waiting)
     assert leases.take_orders() == Orders(forget=[other.state])
+    assert leases.give_up() == []
     keeping.forgotten(leases, [other.state], 0)
     (lease,) = leases.admit_waiting()
     assert lease.resume is not None

@@ -80,6 +80,9 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
             self.check_lease(lease, self.wanted(lease.request))
         assert not self.queue or self.wanted(self.requests[self.queue[0]]) is None
         self.make_room_for_the_first()
+        lost = self.lost()
+        assert [request.conversation for request in self.both(lambda leases: leases.give_up())] == lost
+        self.queue = [name for name in self.queue if name not in lost]
         answers = self.both(lambda leases: list(leases.answers()))
         for answer, (name, state) in zip(answers, self.outcomes(), strict=True):
             assert answer.conversation == name
@@ -96,7 +99,9 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
         order = self.in_order()
         wanted = self.wanted(request) if order[0] == name else None
         answer = self.both(lambda leases: leases.admit(request))
-        if request.prompt_tokens + (request.max_tokens or 0) > self.plan.context:
+        if request.prompt_tokens + (request.max_tokens or 0) > self.plan.context or (
+            request.idle and self.found(request) is None
+        ):
             assert isinstance(answer, Refusal)
             self.queue.remove(name)
         elif wanted is None:

@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+from kept_fakes import begun, keepers, refused, went
 from test_leases_machine import ROWS, small_plan
 
+from services.pool_manager import keeping
 from services.pool_manager.lease import Lease, Request, Waiting
 from services.pool_manager.leases import Leases
 from services.pool_manager.metrics import samples
@@ -62,3 +64,21 @@ def test_conversations_by_state():
     assert states() == [1, 1, 0, 1]
     leases.park(2)
     assert states() == [0, 1, 1, 1]
+
+
+def test_kept_states_and_what_was_looked_up():
+    leases = keepers(2, 20, budget=4)
+    went(leases, 1, "abcdef")
+    begun(leases, 2, "abcdefgh")
+    assert "worth less" in refused(leases, 2, 8)
+    assert pages(leases, "0") == {"live": 6, "kept": 1, "free": 13}  # three of the live ones are shared
+    assert pages(leases, "1") == {"kept": 1, "free": 19}
+    found = told(leases)
+    assert found[("latentpool_kept_states", "kept")] == 1
+    assert (found[("latentpool_kept_bytes", "0")], found[("latentpool_kept_bytes", "1")]) == (40, 10)
+    assert found[("latentpool_kept_budget_bytes",)] == 40
+    assert (found[("latentpool_resumes_total",)], found[("latentpool_resumed_tokens_total",)]) == (1, 384)
+    assert found[("latentpool_resume_misses_total", "unknown")] == 1
+    assert (found[("latentpool_keeps_total",)], found[("latentpool_keeps_refused_total",)]) == (1, 1)
+    keeping.evict_by_hand(leases, [])
+    assert told(leases)[("latentpool_evictions_total", "hand")] == 0  # in use

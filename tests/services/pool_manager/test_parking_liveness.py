@@ -43,6 +43,7 @@ class Talk:
     recalled: bool = False
     move: Move | None = None
     slices: int = 0
+    idle: bool = False
 
     @property
     def total(self) -> int:
@@ -66,12 +67,23 @@ class ObedientRouter:
         self.granted = 0  # pages beyond those at admission
         self.forgone = 0  # at most so many pages that were owed to those who parked
         self.carries = self.recalls = self.lent = 0
+        self.forgetting: list[int] = []
+        self.enough = 100 + 6 * sum(talk.total for talk in self.queue) // STEP
+
+    def request(self, talk: Talk, tokens: int) -> Request:
+        return Request(talk.name, talk.lane, tokens, talk.total - tokens, "", talk.background, talk.returning)
+
+    def limit(self, talk: Talk) -> int:
+        """As far as it may go now."""
+        return talk.total
+
+    def ended(self, talk: Talk) -> None:
+        self.finished.append(talk.name)
 
     def run(self) -> None:
-        enough = 100 + 6 * sum(talk.total for talk in self.queue) // STEP
         while self.queue or self.seated or self.rounds:
             assert self.carries <= self.granted + self.due + self.forgone
-            if self.sent > enough:
+            if self.sent > self.enough:
                 raise StuckError(f"{len(self.finished)} finished in {self.sent} rounds: they park one another for ever")
             self.seat()
             self.extend()
@@ -83,16 +95,17 @@ class ObedientRouter:
 
     def seat(self) -> None:
         """The queue's own order, by class; the parked by age at its head."""
-        self.queue.sort(key=lambda talk: (talk.background, not talk.returning, talk.name))
+        self.queue.sort(key=lambda talk: (talk.idle, talk.background, not talk.returning, talk.name))
         while self.queue and self.free_lanes:
             talk = self.queue.pop(0)
             talk.lane = self.free_lanes.pop(0)
             self.seated[talk.name] = talk
             tokens = max(talk.tokens, talk.prompt)
-            request = Request(talk.name, talk.lane, tokens, talk.total - tokens, "", talk.background, talk.returning)
-            answers = [leases.admit(request) for leases in self.leases]
+            answers = [leases.admit(self.request(talk, tokens)) for leases in self.leases]
             assert answers[0] == answers[1]
-            assert not isinstance(answers[0], Refusal)
+            assert not isinstance(answers[0], Refusal) or talk.idle
+            if isinstance(answers[0], Refusal):
+                self.free_lanes.append(self.seated.pop(talk.name).lane)
             if isinstance(answers[0], Lease):
                 self.admitted(answers[0])
             self.obey()
@@ -116,6 +129,7 @@ class ObedientRouter:
             assert len(move.pages) >= len(talk.pages)
             self.carries += 1
             talk.move, talk.slices = move, 0
+        self.forgetting += orders.forget
         self.park(orders.park)
 
     def park(self, names: Sequence[int]) -> None:
@@ -165,7 +179,7 @@ class ObedientRouter:
                 moved |= talk.slices <= len(talk.move.pages)
                 arriving += [talk.move] * (talk.slices == len(talk.move.pages))
                 continue
-            before, talk.tokens = talk.tokens, min(talk.tokens + STEP, talk.total, len(talk.pages) * ROWS)
+            before, talk.tokens = talk.tokens, min(talk.tokens + STEP, self.limit(talk), len(talk.pages) * ROWS)
             moved |= talk.tokens > before
         lanes = []
         for talk in self.leaving:
@@ -174,8 +188,8 @@ class ObedientRouter:
             lanes.append(talk.lane)
             del self.seated[talk.name]
             if talk.tokens == talk.total:
-                self.finished.append(talk.name)
-            else:
+                self.ended(talk)
+            elif not talk.idle:
                 talk.admitted, talk.returning = False, True
                 self.queue.append(talk)
         moved |= bool(self.leaving)
