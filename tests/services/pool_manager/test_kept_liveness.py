@@ -78,7 +78,7 @@ class KeepingRouter(ObedientRouter):
             self.seen["idle"] += 1
             return
         super().ended(talk)
-        if talk.total >= talk.last + 2 * BLOCK:
+        if talk.total > talk.last + BLOCK:
             self.idle_names += 1
             self.queue.append(KeptTalk(self.idle_names, talk.total, 0, False, idle=True, story=talk.story))
 
@@ -186,7 +186,7 @@ def turns(chats: int, count: int, first: int, step: int, beginning: int) -> list
 
 @pytest.mark.parametrize("residues", [1, 2, 3])
 def test_chats_on_a_small_pool_all_finish_and_mostly_resume(residues: int) -> None:
-    plan = plan_of(17, lanes=2, residues=residues, spare=12)
+    plan = plan_of(17, lanes=2, residues=residues, spare=24 // residues)
     router = keep_to_end(plan, 0, turns(3, 6, first=200, step=130, beginning=2), rules_of())
     assert router.seen["resumed"] >= 9
     assert router.seen["idle"] > 0

@@ -86,6 +86,8 @@ class ObedientRouter:
             if self.sent > self.enough:
                 raise StuckError(f"{len(self.finished)} finished in {self.sent} rounds: they park one another for ever")
             self.seat()
+            if not (self.queue or self.seated or self.rounds):
+                return
             self.extend()
             moved = self.send()
             if len(self.rounds) == 2 or (self.rounds and not moved):
@@ -141,8 +143,9 @@ class ObedientRouter:
 
     @property
     def due(self) -> int:
-        """Pages that are owed now."""
-        return sum(self.leases[0].owed.values())
+        """Pages that are owed now, or wait for those that move at their new owners."""
+        ahead = sum(len(talk.move.pages) - len(talk.pages) for talk in self.seated.values() if talk.move is not None)
+        return sum(self.leases[0].owed.values()) + ahead
 
     def extend(self) -> None:
         needs = []
