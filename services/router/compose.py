@@ -85,7 +85,9 @@ class Composer:
         return may and c.has_pages(c.sent + c.window, self._page_rows)
 
     def learn(self, draft: Draft, seconds: float) -> None:
-        """The slowest rank took so long for a round."""
+        """The slowest rank took so long for a round. What is kept or resumed is copied, which says nothing of other rounds."""
+        if draft.kept or draft.resumed:
+            return
         blocks = sum(-(-len(operation.prompt.tokens) // BLOCK) for operation in draft.operations)
         decodes = any(operation.HasField("decode") for operation in draft.operations)
         self.pace.learn(blocks, decodes, seconds, draft.carried_rows)

@@ -254,7 +254,7 @@ async def test_whatever_follows_a_resume(stage: str, how: str, page_rows: int) -
 @pytest.mark.parametrize("page_rows", [64, 256])
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_state_is_carried_to_where_there_is_room_before_anything_is_run_behind_it(page_rows: int, late: bool) -> None:
-    async with Rig(3, keep_from=64, split=True, pages=90, page_rows=page_rows) as rig:
+    async with Rig(3, keep_from=64, split=True, pages=90, page_rows=page_rows, chunk_rows=64) as rig:
         await rig.client.wait_ready(10)
         await said(rig, PROMPT[:400])
         rig.manager.carries_resumed = True
