@@ -267,7 +267,8 @@ TROUBLES = {
     "evictions": Trouble({}, lambda c: c.forgets > 3, evicts=True),
     "parks": Trouble({}, lambda c: c.parked > 3, disturb=park_any),
     "carries": Trouble({"split": "on"}, lambda c: c.carries > 2, disturb=carry_any),
-    "a small pool": Trouble({"headroom": 16, "parallel": 2}, lambda c: c.forgets > 0, pages=15),
+    "a small budget": Trouble({"cache_bytes": 5 * 128 * 160}, lambda c: c.forgets > 0),  # some five pages
+    "a small pool": Trouble({"headroom": 16, "parallel": 3}, lambda c: c.resumes > 0, pages=15),
     "cancels": Trouble({}, lambda c: c.resumes > 3, leaves=True),
 }
 
