@@ -74,6 +74,8 @@ async def ask(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, list[
         began = time.monotonic()
         for name, prompt, answer in questions(args.model, args.sample, args.turns):
             said, receipts[name] = await reply(client, prompt)
+            if args.receipts:  # each time: a long run may be cut short
+                args.receipts.write_text(json.dumps(receipts, indent=1) + "\n", encoding="utf-8")
             cell = exact.setdefault(name.split("/")[0], [])
             cell.append(said == answer)
             if said != answer:
@@ -102,8 +104,6 @@ def main() -> int:
     receipts, exact = asyncio.run(ask(args))
     for cell, right in exact.items():
         print(f"{cell}: {sum(right)} of {len(right)} exact")
-    if args.receipts:
-        args.receipts.write_text(json.dumps(receipts, indent=1) + "\n", encoding="utf-8")
     if args.same_as is None:
         return 0
     before = json.loads(args.same_as.read_text(encoding="utf-8"))
