@@ -308,7 +308,7 @@ async def attention(model: Path, kept: Journal, directory: Path, scale: argparse
         for rank in range(2):
             times = json.loads((directory / f"2-{rank}.json").read_text())
             for streams in scale.streams:
-                parts = {part: seconds / calls * 1e6 for part, (calls, seconds) in times[str(streams)].items()}
+                parts = {part: seconds * 1e6 for part, seconds in times[str(streams)].items()}
                 result.setdefault(name, {}).setdefault(str(streams), []).append(parts)
     return result
 

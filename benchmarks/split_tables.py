@@ -114,9 +114,9 @@ def _nearest(sizes: dict[Any, float], size: int) -> Any:
 
 
 def attention(of: dict[str, Any]) -> Table:
-    """`queries` and `outputs` without their exchange: copying to and from the link."""
+    """`queries` and `outputs` are without their exchange: copying to and from the link. Medians do not add up to the whole."""
     parts = ("routes", "queries", "queries exchanged", "attend", "outputs", "outputs exchanged")
-    table = _table("W=2, attention of a decode round, us a latent layer by rank (mean)", "", "whole", *parts)
+    table = _table("W=2, attention of a decode round, us a latent layer by rank (medians)", "", "whole", *parts)
     for name, sizes in of.items():
         for streams, ranks in sizes.items():
             cells = [f"{name}, streams: {streams}", _ranks(ranks, "whole", "")]

@@ -1,6 +1,6 @@
 """An engine that measures the parts of a decode round's attention, for benchmarks/split.py. It computes as the product's does.
 
-When it ends it writes SPLIT_TIMES/world-rank.json: [calls, seconds] by number of decode rows and part of a layer's attention.
+When it ends it writes SPLIT_TIMES/world-rank.json: median seconds by number of decode rows and part of a layer's attention.
 The clock is read up to a dozen times a layer: whole rounds are measured with the product's own engine.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -25,15 +26,13 @@ from services.rank_worker.split import owner, rows
 
 __all__ = ["EngineSettings", "main", "serve"]
 
-_times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0, 0.0]))
+_times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 _rows: list[int] = []
 """Decode rows of the attention under way; empty outside."""
 
 
 def _add(part: str, seconds: float) -> None:
-    entry = _times[str(_rows[-1])][part]
-    entry[0] += 1
-    entry[1] += seconds
+    _times[str(_rows[-1])][part].append(seconds)
 
 
 def _timed(owner_of: Any, name: str, part: str) -> None:
@@ -96,7 +95,8 @@ def main(arguments: list[str]) -> int:
     _timed(owner.OwnerRows, "_return_outputs", "outputs")
     code = engine.main(arguments)
     settings = msgspec.json.decode(arguments[0], type=EngineSettings)
-    File(os.environ["SPLIT_TIMES"], f"{settings.world}-{settings.rank}.json").write_text(json.dumps(_times))
+    medians = {rows: {part: statistics.median(of) for part, of in parts.items()} for rows, parts in _times.items()}
+    File(os.environ["SPLIT_TIMES"], f"{settings.world}-{settings.rank}.json").write_text(json.dumps(medians))
     return code
 
 
