@@ -10,9 +10,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -35,23 +33,19 @@ _CONTEXT, _MEMORY = 8192, 256 << 20
 _LOG = BUNDLED / "log.txt"
 _AT = 82
 """The log's line before which the fact is put."""
-_FACT = "the amber lantern at the harbour gate is held by {holder}."
+_FACT = "the amber lantern at the harbour gate is held by Mara Lindt."
 _ASKED = "Who holds the amber lantern at the harbour gate?"
 _THEN = "Where is Tessa Karetti on duty?"
 _INTRO = "Here is the log."
 
 
 @takes("ranks", *SAMPLING, "page_rows", defaults={"max_tokens": 64, "page_rows": 64})
-def demo(
-    settings: Settings,
-    prompt: PromptText = None,
-    holder: Annotated[str, typer.Option("--holder", metavar="NAME", help="Who holds the lantern.")] = "Mara Lindt",
-) -> None:
+def demo(settings: Settings, prompt: PromptText = None) -> None:
     """Puts a fact into a long log, asks two questions about the log on two ranks, shows the pool, and stops it all again.
 
     \b
     latentpool demo
-    latentpool demo --holder "Ada Lovelace" --ranks 3
+    latentpool demo --ranks 3
     latentpool demo "Hello, who are you?"
 
     The bundled model is small: it was trained to find what a log says, and for a little talk. With a PROMPT it answers that.
@@ -72,7 +66,7 @@ def demo(
 
         async def show(group: Group) -> None:
             groups.append(group)
-            await _show(group, [prompt] if prompt is not None else _questions(holder, console), console)
+            await _show(group, [prompt] if prompt is not None else _questions(console), console)
 
         with child_log(console, Path(directory) / "logs") as log:
             done = asyncio.run(run_group(checked(settings, console), console, log, show))
@@ -84,10 +78,10 @@ def demo(
     console.print("[dim]stopped: no process and no port is left[/]")
 
 
-def _questions(holder: str, console: Console) -> list[str]:
+def _questions(console: Console) -> list[str]:
     """The user's messages: the log with the fact and a question, then a question about another of its lines."""
     lines = _LOG.read_text(encoding="utf-8").splitlines()
-    fact = f"{lines[_AT].split()[0]} {_FACT.format(holder=holder)}"
+    fact = f"{lines[_AT].split()[0]} {_FACT}"
     lines.insert(_AT, fact)
     console.print(f"[dim]a log of {len(lines)} lines; line {_AT + 1} says:[/] {escape(fact)}")
     return ["\n".join([_INTRO, *lines, "", _ASKED]), _THEN]

@@ -194,6 +194,18 @@ def test_demo_speaks_and_leaves_nothing(tmp_path, stopping):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
+def test_demo_finds_a_line_of_a_log_and_another(tmp_path, stopping):
+    process = start(tmp_path, "demo")
+    stopping(process)
+    assert process.wait(timeout=280) == 0, said(tmp_path)
+    assert process.stdout.read().splitlines() == ["It is held by Mara Lindt.", "On duty at the upper tower."]
+    report = said(tmp_path)
+    assert report.count("receipt ") == report.count("pages of 64 rows") == 2
+    assert list(tmp_path.iterdir()) == [tmp_path / "stderr"]
+
+
+@pytest.mark.full
 def test_the_commands_that_use_a_group(tmp_path, stopping):
     process = start_up(tmp_path, "--metrics-bind", "127.0.0.1:0")
     stopping(process)
