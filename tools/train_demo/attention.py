@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 (its customary name)
 from torch import Tensor
 
 from latentpool.geometry import Geometry
+from tools.train_demo.layers import linear, rms_norm
 from tools.train_demo.weights import Weights
 
 _MASK_ELEMENTS = 1 << 29
@@ -62,24 +63,15 @@ def _at(values: Tensor, rows: Tensor) -> Tensor:
     return values[torch.arange(rows.shape[0], device=rows.device)[:, None], rows]
 
 
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x32 = x.float()
-    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
-
-
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.to(x.dtype))
-
-
 def _index(w: Weights, g: Geometry, at: str, x: Tensor, c_q: Tensor, length: int) -> Index:
     """The index's part of a layer, on detached inputs [T, d] and [T, r_q]."""
     x, c_q = x.detach(), c_q.detach()
-    kappa = F.layer_norm(_linear(x, w[at + "k"]).float(), (g.index_dim,), w[at + "k_norm"], w[at + "k_bias"], 1e-6)
-    gate = _linear(x, w[at + "gate"]).view(-1, g.pool, g.index_dim)
+    kappa = F.layer_norm(linear(x, w[at + "k"]).float(), (g.index_dim,), w[at + "k_norm"], w[at + "k_bias"], 1e-6)
+    gate = linear(x, w[at + "gate"]).view(-1, g.pool, g.index_dim)
     alpha = torch.softmax(gate.float() + w[at + "ape"], 1).to(x.dtype)
     keys = (alpha * kappa.to(x.dtype).view(gate.shape)).sum(1)
-    queries = _linear(c_q, w[at + "q_b"]).view(-1, length, g.index_heads, g.index_dim)
-    weights = _linear(x, w[at + "weights"]).float().view(-1, length, g.index_heads) * g.index_heads**-0.5
+    queries = linear(c_q, w[at + "q_b"]).view(-1, length, g.index_heads, g.index_dim)
+    weights = linear(x, w[at + "weights"]).float().view(-1, length, g.index_heads) * g.index_heads**-0.5
     return Index(queries, weights, keys.view(-1, length // g.pool, g.index_dim))
 
 
@@ -116,16 +108,16 @@ def attend(
     supervisions: dict[str, Supervision],
 ) -> Tensor:  # fmt: skip
     """The MLA sub-layer: x [T, d] normed -> [T, d]. With `focus` it also adds its Supervision under `at`."""
-    c_q = _rms(_linear(x, w[at + "q_a"]), w[at + "q_norm"], g.rms_eps)
-    row = _rms(_linear(x, w[at + "kv_a"]), w[at + "kv_norm"], g.rms_eps)
-    q = _linear(c_q, w[at + "q_b"]).view(-1, length, g.heads, g.nope_dim).transpose(1, 2)
-    both = _linear(row, w[at + "kv_b"]).view(-1, length, g.heads, g.nope_dim + g.v_dim).transpose(1, 2)
+    c_q = rms_norm(linear(x, w[at + "q_a"]), w[at + "q_norm"], g.rms_eps)
+    row = rms_norm(linear(x, w[at + "kv_a"]), w[at + "kv_norm"], g.rms_eps)
+    q = linear(c_q, w[at + "q_b"]).view(-1, length, g.heads, g.nope_dim).transpose(1, 2)
+    both = linear(row, w[at + "kv_b"]).view(-1, length, g.heads, g.nope_dim + g.v_dim).transpose(1, 2)
     k, v = both[..., : g.nope_dim], both[..., g.nope_dim :]
     index = _index(w, g, at + "index.", x, c_q, length) if sparse or focus is not None else None
     o = _sparse(q, k, v, index, g) if sparse and index else F.scaled_dot_product_attention(q, k, v, is_causal=True)
     if focus is not None and index is not None:
         supervisions[at] = _supervise(q, k, index, g, focus)
-    return _linear(o.transpose(1, 2).reshape(x.shape[0], -1), w[at + "o"])
+    return linear(o.transpose(1, 2).reshape(x.shape[0], -1), w[at + "o"])
 
 
 def _mass(q: Tensor, k: Tensor, rows: Tensor) -> Tensor:

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from tools.train_demo import documents
 from tools.train_demo.documents import COPIED, Conversation
-from tools.train_demo.tokens import Vocabulary
+from tools.train_demo.tokens import Vocabulary, start_worker, worker_vocabulary
 
 SUPERVISED_PART = 32
 """One position in so many has its attention supervised."""
@@ -70,17 +69,8 @@ def make_batch(vocabulary: Vocabulary, seed: int, step: int, tokens: int, length
     return stack(rng, chats, length)
 
 
-_vocabulary: Vocabulary | None = None
-
-
-def _start(tokenizer: str) -> None:
-    global _vocabulary
-    _vocabulary = Vocabulary(Tokenizer.from_file(tokenizer))
-
-
 def _make(*arguments: Any) -> Batch:
-    assert _vocabulary is not None
-    return make_batch(_vocabulary, *arguments)
+    return make_batch(worker_vocabulary(), *arguments)
 
 
 class Batches:
@@ -89,7 +79,7 @@ class Batches:
     def __init__(self, tokenizer: Path, seed: int, workers: int) -> None:
         self._seed = seed
         self._pool = ProcessPoolExecutor(
-            workers, multiprocessing.get_context("spawn"), initializer=_start, initargs=(str(tokenizer),)
+            workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(str(tokenizer),)
         )
         self._asked: deque[Future[Batch]] = deque()
 

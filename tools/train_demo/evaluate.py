@@ -23,14 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (its customary name)
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from latentpool.geometry import Geometry
 from tools.train_demo import weights
 from tools.train_demo.cases import FIFTHS, Case, make_case
 from tools.train_demo.model import forward
-from tools.train_demo.tokens import Vocabulary
+from tools.train_demo.tokens import start_worker, worker_vocabulary
 
 _CELLS = {1024: 300, 4096: 300, 16384: 300, 32768: 60, 65536: 20}
 """Questions a fifth of the depth, by length."""
@@ -39,17 +38,9 @@ _PASS_TOKENS = 65536
 _DRAFT_LENGTH = 4096
 """The draft layer is measured up to here."""
 
-_vocabulary: Vocabulary | None = None
-
-
-def _start(tokenizer: str) -> None:
-    global _vocabulary
-    _vocabulary = Vocabulary(Tokenizer.from_file(tokenizer))
-
 
 def _make(cell: tuple[int, int, int, int]) -> Case:
-    assert _vocabulary is not None
-    return make_case(_vocabulary, *cell)
+    return make_case(worker_vocabulary(), *cell)
 
 
 @dataclass(slots=True)
@@ -99,7 +90,7 @@ def evaluate(model: Path, part: float, dense: bool) -> Iterator[tuple[str, Score
     w = {name: tensor.to(device) for name, tensor in loaded.items()}
     processes = max(1, (os.cpu_count() or 2) - 2)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _start, (str(model / "tokenizer.json"),)) as pool:
+    with ProcessPoolExecutor(processes, context, start_worker, (str(model / "tokenizer.json"),)) as pool:
         cells = [
             (f"{length}/{fifth}", [(length, fifth, number, 0) for number in range(max(1, round(count * part)))])
             for length, count in _CELLS.items()

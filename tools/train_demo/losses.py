@@ -9,7 +9,8 @@ import torch.nn.functional as F  # noqa: N812 (its customary name)
 from torch import Tensor
 
 from tools.train_demo.documents import CONTEXT, COPIED, PADDING, SAID
-from tools.train_demo.model import Result, fused, linear
+from tools.train_demo.layers import fused, linear
+from tools.train_demo.model import Result
 from tools.train_demo.weights import Weights
 
 _WEIGHTS = {COPIED: 1.0, SAID: 0.5, CONTEXT: 0.05}

@@ -7,9 +7,7 @@ activations' dtype where they are used; norms, gates, Sinkhorn and softmax are f
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its customary name)
@@ -18,33 +16,8 @@ from torch import Tensor
 from latentpool.geometry import Geometry
 from tools.train_demo.attention import Focus, Supervision, attend
 from tools.train_demo.kernels import kda, sinkhorn
+from tools.train_demo.layers import fused, linear, rms_norm
 from tools.train_demo.weights import Weights
-
-_compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function on its first training step on a GPU. Without gradients it runs as written: compiled for inference
-    (torch 2.11) the same input gave other, wrong values on each run."""
-
-    def call(*arguments: Any) -> Any:
-        if not arguments[0].is_cuda or not torch.is_grad_enabled():
-            return function(*arguments)
-        if function not in _compiled:
-            _compiled[function] = torch.compile(function, dynamic=False)
-        return _compiled[function](*arguments)
-
-    return call
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.to(x.dtype))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x32 = x.float()
-    y = (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return y * weight.to(x.dtype)
 
 
 @dataclass(slots=True)

@@ -100,3 +100,18 @@ class Vocabulary:
 
     def _encode(self, piece: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(piece, add_special_tokens=False).ids)
+
+
+_of_worker: Vocabulary | None = None
+
+
+def start_worker(tokenizer: str) -> None:
+    """Begins a process that makes texts: reads the tokenizer.json that all its vocabularies are of."""
+    global _of_worker
+    _of_worker = Vocabulary(Tokenizer.from_file(tokenizer))
+
+
+def worker_vocabulary() -> Vocabulary:
+    """This process's vocabulary, behind `start_worker`."""
+    assert _of_worker is not None
+    return _of_worker
