@@ -170,7 +170,8 @@ class Kernels(Protocol):
         """A new array [T, width]: what `read_rows` would give after `write_rows` of rows compute [T, width]."""
 
     def export_rows(self, view: RowView, pages: Array, offsets: Array, out: Array) -> None:
-        """out = the rows as `view` holds them, into a link buffer: out [T, width] of the cache dtype, pages, offsets i32 [T]."""
+        """out = the rows as `view` holds them, into a link buffer: out [T, width] of the cache dtype, pages, offsets i32
+        [T]."""
 
     def import_rows(self, rows: Array, view: RowView, pages: Array, offsets: Array) -> None:
         """Stores rows [T, width] of the cache dtype, as `export_rows` gave them, unchanged."""
