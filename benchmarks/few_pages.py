@@ -7,14 +7,15 @@ from typing import Any
 import services.pool_manager.service as pool_manager
 from latentpool.cli import main
 
-_plan = pool_manager.plan
+_choose = pool_manager.choose
 
 
-def _capped(**arguments: Any) -> Any:
-    pages = int(os.environ["SOAK_PAGES"])
-    return dataclasses.replace(_plan(**arguments), pages=pages, stream_pages=pages)
+def _capped(*arguments: Any, **named: Any) -> Any:
+    made = _choose(*arguments, **named)
+    pages = int(os.environ["SOAK_PAGES"]) // made.residues * made.residues
+    return dataclasses.replace(made, pages=pages, stream_pages=pages)
 
 
 if __name__ == "__main__":
-    pool_manager.plan = _capped
+    pool_manager.choose = _capped
     main()

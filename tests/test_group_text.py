@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from random_checkpoint import random_checkpoint
 from tokenizers import Tokenizer
 
-import latentpool
 from latentpool.cli.group import LocalGroup
 from latentpool.client import Client
 from latentpool.receipts import receipt
 from latentpool.sampling import Sampling
 from latentpool.v1 import router_pb2
 
-MODEL = Path(latentpool.__file__).parent / "checkpoints" / "demo"
+MODEL = random_checkpoint()
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 PROMPT = list(b"The pool holds pages, and every page has an owner.")
 

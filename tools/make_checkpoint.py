@@ -53,7 +53,7 @@ _DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f32": np.dtype(np.float32)}
 _ALWAYS_F32 = ("A_log", "dt_bias", "e_score_correction_bias", "_base", "_scale")
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # What ships in the wheel: eight heads of each kind, so that it runs on 1 to 8 ranks.
+    # Eight heads of each kind, so that it runs on 1 to 8 ranks.
     "demo": {
         "layers": "kkmkkm", "dense": 1, "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256,
         "num_attention_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,

@@ -1,4 +1,4 @@
-"""`latentpool demo`: two ranks on this machine and one reply, from nothing to nothing."""
+"""`latentpool demo`: two ranks on this machine, a long log and two answers, from nothing to nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 import latentpool
 from latentpool.cli.options import takes
@@ -26,24 +27,38 @@ from latentpool.v1 import pool_admin_pb2
 
 BUNDLED = Path(latentpool.__file__).parent / "checkpoints" / "demo"
 _FREE_PORT = "127.0.0.1:0"
-_PROMPT = "The pool holds pages, and every page has an owner."
+_CONTEXT, _MEMORY = 8192, 256 << 20
+"""Little enough for the picture of the pool to show single pages."""
+_KEEP_FROM = 1024
+"""The second question goes on from what is kept of the log."""
+_LOG = BUNDLED / "log.txt"
+_AT = 82
+"""The log's line before which the fact is put."""
+_FACT = "the amber lantern at the harbour gate is held by Mara Lindt."
+_ASKED = "Who holds the amber lantern at the harbour gate?"
+_THEN = "Where is Tessa Karetti on duty?"
+_INTRO = "Here is the log."
 
 
-@takes("ranks", *SAMPLING, "page_rows", defaults={"max_tokens": 64, "ignore_eos": True, "page_rows": 64})
+@takes("ranks", *SAMPLING, "page_rows", defaults={"max_tokens": 64, "page_rows": 64})
 def demo(settings: Settings, prompt: PromptText = None) -> None:
-    """Starts a group of two ranks with the bundled checkpoint, streams a reply, shows the pool, and stops it again.
+    """Puts a fact into a long log, asks two questions about the log on two ranks, shows the pool, and stops it all again.
 
     \b
     latentpool demo
-    latentpool demo "Once upon a time" --ranks 3 --temperature 0.8
+    latentpool demo --ranks 3
+    latentpool demo "Hello, who are you?"
 
-    The bundled checkpoint is small and random: it shows the road of a token, and speaks no language.
+    The bundled model is small: it was trained to find what a log says, and for a little talk. With a PROMPT it answers that.
     """
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="latentpool-demo-") as directory:
         settings = replace(
             settings,
             model=BUNDLED,
+            memory=_MEMORY,
+            context=_CONTEXT,
+            keep_from=_KEEP_FROM,
             router_bind=_FREE_PORT,
             manager_bind=_FREE_PORT,
             worker_bind=_FREE_PORT,
@@ -53,7 +68,7 @@ def demo(settings: Settings, prompt: PromptText = None) -> None:
 
         async def show(group: Group) -> None:
             groups.append(group)
-            await _show(group, prompt or _PROMPT, console)
+            await _show(group, [prompt] if prompt is not None else _questions(console), console)
 
         with child_log(console, Path(directory) / "logs") as log:
             done = asyncio.run(run_group(checked(settings, console), console, log, show))
@@ -65,21 +80,37 @@ def demo(settings: Settings, prompt: PromptText = None) -> None:
     console.print("[dim]stopped: no process and no port is left[/]")
 
 
-async def _show(group: Group, prompt: str, console: Console) -> None:
+def _questions(console: Console) -> list[str]:
+    """The user's messages: the log with the fact and a question, then a question about another of its lines."""
+    lines = _LOG.read_text(encoding="utf-8").splitlines()
+    fact = f"{lines[_AT].split()[0]} {_FACT}"
+    lines.insert(_AT, fact)
+    console.print(f"[dim]a log of {len(lines)} lines; line {_AT + 1} says:[/] {escape(fact)}")
+    return ["\n".join([_INTRO, *lines, "", _ASKED]), _THEN]
+
+
+async def _show(group: Group, asked: list[str], console: Console) -> None:
+    """Asks one message after another, as one chat, and prints each reply, its receipt and the pool while it was said."""
     settings = group.settings
-    console.print(f"[dim]{settings.ranks} ranks serve {BUNDLED.name} at {settings.address}[/]\n[bold]{prompt}[/]", end="")
+    ranks = "1 rank serves" if settings.ranks == 1 else f"{settings.ranks} ranks serve"
+    console.print(f"[dim]{ranks} {BUNDLED.name} at {settings.address}[/]")
+    chat: list[dict[str, str]] = []
     async with Client(settings.address) as client, AdminClient(settings.manager) as manager:
-        pages: list[asyncio.Future[pool_admin_pb2.ListPagesResponse]] = []
+        for message in asked:
+            console.print(f"\n[bold]{escape(message.splitlines()[-1] if message else message)}[/]")
+            chat.append({"role": "user", "content": message})
+            pages: list[asyncio.Future[pool_admin_pb2.ListPagesResponse]] = []
 
-        def write(text: str) -> None:
-            sys.stdout.write(text)
-            if not pages:
-                pages.append(asyncio.ensure_future(manager.list_pages()))
+            def write(text: str, pages: list[asyncio.Future[pool_admin_pb2.ListPagesResponse]] = pages) -> None:
+                sys.stdout.write(text)
+                if not pages:
+                    pages.append(asyncio.ensure_future(manager.list_pages()))
 
-        await stream_reply(client, prompt, sampling(settings), write)
-        console.print("\nthe pool while it spoke:")
-        for listing in pages:
-            console.print(picture(await listing))
+            reply = await stream_reply(client, None, sampling(settings), write, chat=chat)
+            chat.append({"role": "assistant", "content": reply["text"]})
+            console.print("the pool while it spoke:")
+            for listing in pages:
+                console.print(picture(await listing))
 
 
 def remnants(group: Group) -> list[str]:

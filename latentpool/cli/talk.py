@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from rich.markup import escape
 from latentpool.cli.calls import as_dict, as_json, ask_router
 from latentpool.cli.options import Json, takes
 from latentpool.cli.tables import MARKS
-from latentpool.client import Client, GenerateEvent
+from latentpool.client import Client, GenerateEvent, Message
 from latentpool.config import Settings
 from latentpool.errors import ConfigError
 from latentpool.sampling import MAX_LOG_PROBS, Sampling
@@ -80,16 +80,23 @@ def generate(
         print(as_json(reply))
 
 
-async def stream_reply(client: Client, prompt: Prompt, how: Sampling, write: Any, background: bool = False) -> dict[str, Any]:
-    """Streams one reply through `write` as text (ids where the model has no tokenizer), and tells on stderr how it went.
-    write None: quietly. Returns the whole reply."""
+async def stream_reply(
+    client: Client,
+    prompt: Prompt | None,
+    how: Sampling,
+    write: Any,
+    background: bool = False,
+    chat: Sequence[Message] | None = None,
+) -> dict[str, Any]:
+    """Streams one reply, to a prompt or to a chat, through `write` as text (ids where the model has no tokenizer), and tells
+    on stderr how it went. write None: quietly. Returns the whole reply."""
     console = Console(stderr=True, highlight=False)
     as_text = (await client.get_model()).has_tokenizer
     ids: list[int] = []
     text = ""
     log_probs: list[dict[str, Any]] = []
     completion = pb.Completion()
-    async for event in with_progress(client.generate(prompt, how, background=background), console):
+    async for event in with_progress(client.generate(prompt, how, chat=chat, background=background), console):
         if isinstance(event, pb.Chunk):
             ids += event.token_ids
             text += event.text

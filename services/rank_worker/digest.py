@@ -13,7 +13,7 @@ class Digest:
     """Hashes, in order, what an operation did: ids, selections, rows as read back from the arena, hidden rows, tokens."""
 
     def __init__(self, label: str) -> None:
-        self._hash = hashlib.blake2b(label.encode(), digest_size=8)
+        self._hash = hashlib.sha256(label.encode())
 
     def integers(self, *values: int) -> None:
         self._hash.update(np.array(values, np.uint64).tobytes())
@@ -24,4 +24,4 @@ class Digest:
 
     def value(self) -> int:
         """Unsigned 64-bit."""
-        return int.from_bytes(self._hash.digest(), "little")
+        return int.from_bytes(self._hash.digest()[:8], "little")

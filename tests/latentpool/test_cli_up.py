@@ -14,12 +14,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from random_checkpoint import random_checkpoint
 
 from latentpool.cli.supervisor import _with_ports
 from latentpool.config import Settings
 from latentpool.errors import ConfigError
 
-DEMO = Path(__file__).parents[2] / "latentpool" / "checkpoints" / "demo"
+RANDOM = random_checkpoint()
 ADDRESSES = ["--router-bind", "127.0.0.1:0", "--manager-bind", "127.0.0.1:0", "--worker-bind", "127.0.0.1:0"]
 
 FREE = Settings(router_bind="127.0.0.1:0", manager_bind="127.0.0.1:0", worker_bind="127.0.0.1:0")
@@ -38,7 +39,7 @@ def start(directory, *arguments):
 
 
 def start_up(directory, *arguments):
-    return start(directory, "up", "--model", str(DEMO), "--page-rows", "64", "--memory", "512MiB", "--context", "1k",
+    return start(directory, "up", "--model", str(RANDOM), "--page-rows", "64", "--memory", "512MiB", "--context", "1k",
                  "--state-dir", str(directory / "state"), *ADDRESSES, *arguments)  # fmt: skip
 
 
@@ -182,12 +183,25 @@ def test_demo_speaks_and_leaves_nothing(tmp_path, stopping):
     assert process.stdout.read().strip()
     report = said(tmp_path)
     for part in (
-        "4 prompt tokens (0 cached, 4 on borrowed pages), 8 generated (ended by length)",
+        "prompt tokens (0 cached, ",
+        " on borrowed pages), 8 generated (ended by length)",
         "receipt ",
         "pages of 64 rows",
         "stopped: no process and no port is left",
     ):
         assert part in report.replace("\n", " "), part
+    assert list(tmp_path.iterdir()) == [tmp_path / "stderr"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_demo_finds_a_line_of_a_log_and_another(tmp_path, stopping):
+    process = start(tmp_path, "demo")
+    stopping(process)
+    assert process.wait(timeout=280) == 0, said(tmp_path)
+    assert process.stdout.read().splitlines() == ["It is held by Mara Lindt.", "On duty at the upper tower."]
+    report = said(tmp_path)
+    assert report.count("receipt ") == report.count("pages of 64 rows") == 2
     assert list(tmp_path.iterdir()) == [tmp_path / "stderr"]
 
 
@@ -260,8 +274,8 @@ def test_ctrl_c_stops_the_demo(tmp_path, stopping):
 def test_a_rank_that_cannot_load_ends_the_group_and_is_named(tmp_path, stopping):
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_bytes((DEMO / "config.json").read_bytes())
-    whole = (DEMO / "model.safetensors").read_bytes()
+    (model / "config.json").write_bytes((RANDOM / "config.json").read_bytes())
+    whole = (RANDOM / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     process = start(
         tmp_path, "up", "--model", str(model), "--state-dir", str(tmp_path / "state"), "--log-dir", "logs", *ADDRESSES

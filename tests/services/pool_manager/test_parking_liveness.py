@@ -92,7 +92,7 @@ class ObedientRouter:
             moved = self.send()
             if len(self.rounds) == 2 or (self.rounds and not moved):
                 self.answer()
-            elif not moved:
+            elif not moved and (self.seated or any(not talk.idle for talk in self.queue)):
                 raise StuckError(f"{len(self.seated)} seated, {len(self.queue)} queued, nothing moves")
 
     def seat(self) -> None:

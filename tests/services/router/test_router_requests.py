@@ -14,12 +14,12 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
+from random_checkpoint import random_checkpoint
 from router_fake_manager import CONFIG
 from router_fake_model import reply
 from router_fakes import Rig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-import latentpool
 from latentpool.errors import CheckpointError, ConfigError, NotServedError, RequestError
 from latentpool.geometry import Geometry
 from latentpool.receipts import receipt
@@ -32,7 +32,6 @@ from services.router.text import Texts
 
 pytestmark = pytest.mark.timeout(30)
 
-BUNDLED = Path(latentpool.__file__).parent / "checkpoints" / "demo"
 GEOMETRY = Geometry.from_config(json.loads(CONFIG.read_text()))
 
 
@@ -210,7 +209,7 @@ class _Ended:
     [(router_pb2.PRIORITY_UNSPECIFIED, False), (router_pb2.PRIORITY_FOREGROUND, False), (router_pb2.PRIORITY_BACKGROUND, True)],
 )
 async def test_what_is_accepted_says_all_that_the_loop_needs(priority: int, background: bool) -> None:
-    texts = Texts(BUNDLED)
+    texts = Texts(random_checkpoint())
     try:
         ids = router_pb2.TokenIds(ids=[1, 2])
         asked = Sampling(top_p=0.5, min_p=0.25, log_probs=0, stop=("bc", "é"))

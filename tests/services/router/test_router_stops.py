@@ -1,20 +1,17 @@
-"""Stop strings against a naive search in the whole decoded text, with the byte-level tokenizer of the bundled checkpoint."""
+"""Stop strings against a naive search in the whole decoded text, with a byte-level tokenizer."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_checkpoint import random_checkpoint
 from tokenizers import Tokenizer
 
-import latentpool
 from services.router.stops import SpokenText, StopFinder, StopStrings
 from services.router.text import Detokenizer, Texts
 
-BUNDLED = Path(latentpool.__file__).parent / "checkpoints" / "demo"
-TOKENIZER = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+TOKENIZER = Tokenizer.from_file(str(random_checkpoint() / "tokenizer.json"))
 HOLE = "\ufffd"
 
 
@@ -173,8 +170,8 @@ def test_bytes_that_wait_outlive_tokens_without_text() -> None:
     assert text == TOKENIZER.decode(ids) == "aéb"
 
 
-def test_a_router_with_the_bundled_tokenizer_decodes_the_same() -> None:
-    texts = Texts(BUNDLED)
+def test_a_router_with_this_tokenizer_decodes_the_same() -> None:
+    texts = Texts(random_checkpoint())
     try:
         assert texts.detokenizer().push(list("é€".encode())) == "é€"
     finally:
