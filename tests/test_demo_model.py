@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from latentpool.chat import ChatTemplate
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 import latentpool
-from latentpool.chat import ChatTemplate
 from latentpool.cli.app import app
 from latentpool.cli.group import LocalGroup
 from latentpool.client import Client
