@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from latentpool.chat import ChatTemplate
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
@@ -31,11 +30,11 @@ def test_verify_passes_on_the_bundled_model(ranks: int) -> None:
     assert done.output.rstrip().endswith("passed")
 
 
-async def said(client: Client, prompt: Any) -> tuple[list[int], str, str]:
-    """Token ids, text and receipt of a greedy reply."""
+async def said(client: Client, prompt: list[int] | None, chat: Any = None) -> tuple[list[int], str, str]:
+    """Token ids, text and receipt of a greedy reply to a prompt or a chat."""
     ids: list[int] = []
     text, receipt = "", ""
-    async for event in client.generate(prompt, Sampling(max_tokens=40)):
+    async for event in client.generate(prompt, Sampling(max_tokens=40), chat=chat):
         if isinstance(event, router_pb2.Chunk):
             ids += event.token_ids
             text += event.text
@@ -53,7 +52,6 @@ async def test_a_chat_and_questions_of_a_document() -> None:
                 ids, _, receipt = await said(group.client, prompt)
                 assert ids == answer
                 receipts.append(receipt)
-            greeting = ChatTemplate(BUNDLED).render([{"role": "user", "content": "Who are you?"}])
-            _, text, _ = await said(group.client, greeting)
+            _, text, _ = await said(group.client, None, [("user", "Who are you?")])
             assert text == "I am a small demonstration model. I read logs and answer questions about them."
     assert receipts[:2] == receipts[2:4] == receipts[4:]  # pages, windows and owners give the same bits

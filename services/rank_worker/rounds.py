@@ -83,6 +83,7 @@ class Rounds:
         self._logits = kernels.empty((BLOCK, self._columns), "compute")
         self._lanes: list[Lane | None] = [None] * arena.lanes
         self._audit = audit
+        self._term = 0
         self.inventory = Inventory(kernels, arena, key, audit)
         self._here = HereRows()
         self._split = Split(geometry, kernels, self._link, arena, chunk_rows, staging_rows) if arena.split else None
@@ -90,6 +91,8 @@ class Rounds:
     def execute(self, round_: frames.Round) -> frames.RoundResult:
         """Runs a round. Raises LinkError when the link fails, EpochError naming round and operation for anything else."""
         start = time.perf_counter()
+        if round_.term != self._term:
+            self._begin(round_.term)
         results = []
         with np.errstate(over="ignore", invalid="ignore"):  # kernels.numpy.elementwise says why
             for number, operation in enumerate(round_.operations):
@@ -102,6 +105,15 @@ class Rounds:
         exchange = self._link.take_seconds()
         seconds = time.perf_counter() - start - exchange
         return frames.RoundResult(round_.seq, results, seconds, exchange, self._link.take_sent())
+
+    def _begin(self, term: int) -> None:
+        """Another router begins: it knows of no lane and of no kept state."""
+        self._term = term
+        self.inventory.states.clear()
+        for number, lane in enumerate(self._lanes):
+            if lane is not None:
+                self._lanes[number] = None
+                self.arena.clear(number)
 
     def _run(self, operation: frames.Operation) -> frames.OperationResult:
         digest = Digest(type(operation).__name__)

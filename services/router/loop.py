@@ -303,8 +303,7 @@ class RoundLoop:
 
     def _refused(self, c: Conversation, refused: pool_manager_pb2.Refused) -> None:
         if c.idle and not refused.final:
-            self._drop(c)
-            return
+            return  # it waits for pages, until somebody wants its lane
         if not refused.final:
             c.mailbox.put(router_pb2.Waiting(ahead=refused.ahead, reason=refused.reason))
             return

@@ -313,3 +313,13 @@ def test_fault_a_page_freed_too_early() -> None:
     ranks.agree(frames.Free(0))
     ranks.arenas[1].latent[0, 0, 5] += 1  # other tokens would have left other rows
     refused(ranks, "is not what was kept", *resumed(ranks))
+
+
+def test_another_term_knows_no_lane_and_no_state() -> None:
+    """A router that takes over begins with empty lanes, and gives states its own numbers."""
+    ranks = kept_at()
+    ranks.begin(0, ids(ranks, 0, 0, 2))
+    round_ = frames.Round(2, 1, 1, [frames.Bind(0, 9, 0.0, 0, 0, owner=1), frames.Table(0, 0, ids(ranks, 1, 20, 2))])
+    list(ranks.pool.map(lambda rounds: rounds.execute(round_), ranks.rounds))
+    assert all(rounds.inventory.states == {} for rounds in ranks.rounds)
+    ranks.close()

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from random_checkpoint import random_checkpoint
 from router_fake_model import reply
 from router_fakes import Rig
-from test_router_requests import BUNDLED, byte_tokenizer
+from test_router_requests import byte_tokenizer
 from tokenizers import Tokenizer
 
 from latentpool.errors import CheckpointError, RequestError
@@ -168,11 +169,11 @@ async def read(texts: Texts, **fields: Any) -> Any:
 
 
 async def test_a_chats_tokens_are_those_of_its_text_and_go_back_to_where_the_newest_message_begins() -> None:
-    texts = Texts(BUNDLED)
-    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    texts = Texts(random_checkpoint())
+    tokenizer = Tokenizer.from_file(str(random_checkpoint() / "tokenizer.json"))
     turns = [("system", "You are brief."), ("user", "Hello?"), ("assistant", "Yes."), ("user", "How many? 1234567")]
     accepted = await read(texts, chat=chat(*turns))
-    text = ChatTemplate(BUNDLED).render(chat(*turns)).text
+    text = ChatTemplate(random_checkpoint()).render(chat(*turns)).text
     assert tokenizer.decode(accepted.tokens.tolist(), skip_special_tokens=False) == text
     edited = await read(texts, chat=chat(*turns[:3], ("user", "Why so few?")))
     rewind = accepted.keeping.rewind

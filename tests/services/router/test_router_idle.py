@@ -208,21 +208,34 @@ async def test_what_the_manager_does_to_it_ends_it(how: str) -> None:
         assert (rig.loop.counters.idle_dropped, rig.loop.counters.parked, rig.loop.counters.carries) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("final", [False, True])
-async def test_one_that_gets_no_pages_ends(final: bool) -> None:
+async def test_one_that_can_never_get_pages_ends() -> None:
     async with Rig(2, lanes=2, keep_from=64, pages=12, context=2000) as rig:
         await rig.client.wait_ready(10)
         rig.manager.kept.grants = lambda _name, _at: False
-        if final:
-            rig.manager.largest = 500
-        else:
-            rig.manager.pages.free = rig.manager.pages.free[:11]  # one page is missing, and nobody has it
-            rig.manager.pages.fenced.append((1 << 60, [11]))
+        rig.manager.largest = 500
         await said(rig, PROMPT[:300], 350)
         await rig.until(lambda: rig.loop.counters.idle_dropped, "it waits")
-        await rig.until(lambda: len(rig.manager.finished) == 1 + (not final), "the manager is not told")
+        assert len(rig.manager.finished) == 1
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+async def test_one_that_gets_no_pages_now_waits_for_them_until_somebody_wants_its_lane(wanted: bool) -> None:
+    async with Rig(2, lanes=1, keep_from=64, pages=12, context=2000) as rig:
+        await rig.client.wait_ready(10)
+        rig.manager.kept.grants = lambda _name, _at: False
+        rig.manager.pages.free = rig.manager.pages.free[:11]  # one page is missing, and nobody has it
+        rig.manager.pages.fenced.append((1 << 60, [11]))
+        await said(rig, PROMPT[:300], 350)
+        await rig.until(lambda: any(admit.idle for admit in rig.manager.admits), "it is not asked for")
+        assert not rig.loop.counters.idle_dropped
+        if wanted:
+            await said(rig, PROMPT[:20], 5)
+            assert rig.loop.counters.idle_dropped == 1
         rig.manager.pages.fenced = [one for one in rig.manager.pages.fenced if one[0] < 1 << 60]
         rig.manager.pages.free = sorted({*rig.manager.pages.free, 11})
+        if not wanted:
+            rig.loop.leave(next(c for c in rig.loop.book.seated.values() if c.idle))  # the fake admits nobody by itself
+            await rig.until(rig.at_rest, "not freed")
 
 
 async def test_one_that_may_not_be_kept_ends() -> None:
