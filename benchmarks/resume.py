@@ -123,8 +123,8 @@ async def first_tokens(
         for one in (group, plain):
             await first_token(one, clocks, draw(BLOCK))
         for turn in range(scale.repeats):
-            add("block", BLOCK, await first_token(group, clocks, draw(BLOCK)))
             for length in scale.lengths:
+                add("block", BLOCK, await first_token(group, clocks, draw(BLOCK)))
                 say(f"repeat {turn + 1} of {scale.repeats}: a prompt of {length} tokens, fresh, resumed and carried")
                 prompt = draw(length)
                 add("fresh", length, await first_token(group, clocks, prompt))
