@@ -19,6 +19,8 @@ DIGEST = 16
 _PROMPT_BLOCKS = 65_536
 """Blocks of earlier prompts that are remembered."""
 
+BRANCHES = 2
+"""Prompts that went on from a state that something extends: from so many on it is where prompts part."""
 Why = Literal["pages", "budget", "hand"]
 
 
@@ -181,10 +183,16 @@ class Kept:
         return next((state for state in self.lasting if state.at == at and state.chain[-DIGEST:] == digest), None)
 
     def victims(self, chain: bytes = b"") -> list[State]:
-        """Those that may be evicted, the least valuable first: those that a later state extends, or that one of `chain` would;
-        then the least recently used."""
+        """Those that may be evicted, the least valuable first: those that are outgrown, or would be by one of `chain`; then the
+        least recently used."""
         free = [state for state in self.lasting if state.phase is Phase.KEPT and not state.pinned]
-        return sorted(free, key=lambda state: (not self.extended(state, chain), state.used))
+        return sorted(free, key=lambda state: (not self.outgrown(state, chain), state.used))
+
+    def outgrown(self, state: State, chain: bytes = b"") -> bool:
+        """Whether a later state serves in its place: one extends it, and prompts do not part here. Where they do (agents that
+        share a system prompt) it is the one state that serves them all, and everything extends it."""
+        parts = state.mark == pb.MARK_SHARED or state.hits >= BRANCHES
+        return self.extended(state, chain) and not parts
 
     def extended(self, state: State, chain: bytes = b"") -> bool:
         """Whether a later state holds it and more, or one of `chain` would."""

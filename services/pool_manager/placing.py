@@ -78,10 +78,11 @@ def _look_up(leases: Leases, made: Lease, there: Place) -> None:
     if not blocks:
         return
     if state is not None:
-        counts.hits += 1
-        counts.hit_tokens += state.at
-        counts.carried_hits += there.to is not None
-        state.hits += 1
+        if not made.request.idle:  # which goes on from its own conversation's state
+            counts.hits += 1
+            counts.hit_tokens += state.at
+            counts.carried_hits += there.to is not None
+            state.hits += 1
         kept.touch(state, leases.clock())
     elif (found := kept.lookup(blocks)) is None:
         counts.misses_unknown += 1

@@ -29,6 +29,8 @@ class State:
     phase: Literal["granted", "kept", "forgetting"] = "granted"
     pins: set[int] = field(default_factory=set)
     busy: int = 0
+    mark: pb.Mark.ValueType = pb.MARK_UNSPECIFIED
+    resumed: int = 0
 
     @property
     def at(self) -> int:
@@ -104,9 +106,10 @@ class StateModel:
         return bool(state.pins) or state.busy > self.answered_to
 
     def victims(self, story: Sequence[int] = ()) -> list[State]:
-        """The least valuable first."""
+        """The least valuable first: those on whose way one other goes on, then by age."""
         free = sorted((s for s in self.lasting if s.phase == "kept" and not self.pinned(s)), key=lambda state: state.used)
-        return [s for s in free if self.extended(s, story)] + [s for s in free if not self.extended(s, story)]
+        first = [s for s in free if self.extended(s, story) and s.mark != pb.MARK_SHARED and s.resumed < 2]
+        return first + [s for s in free if s not in first]
 
     def being_kept(self, name: int) -> bool:
         return name in self.asked or any(s.conversation == name and s.phase == "granted" for s in self.states.values())
@@ -146,7 +149,9 @@ class StateModel:
         if not self.stories.get(request.conversation):
             return
         if state is not None:
-            self.counts.update(hits=1, hit_tokens=state.at, carried_hits=int(carried))
+            if not request.idle:
+                self.counts.update(hits=1, hit_tokens=state.at, carried_hits=int(carried))
+                state.resumed += 1
             state.used = self.tick()
             state.pins.add(request.conversation)
             return
@@ -229,6 +234,6 @@ class StateModel:
         story = self.asking.story
         fixed = [page for rank in self.ranks for page in self.of(rank)[: self.terms.fixed_pages]]
         owner = self.held[name][0] % len(self.ranks)
-        state = State(self.named, name, story, owner, self.rows_of(name, story), fixed, self.tick())
+        state = State(self.named, name, story, owner, self.rows_of(name, story), fixed, self.tick(), mark=self.asking.mark)
         self.states[state.name] = state
         return state

@@ -66,6 +66,17 @@ def test_extended_states_go_first_then_the_least_recently_used() -> None:
     assert [state.state for state in leases.kept.victims()] == [d.state, b.state]  # in use
 
 
+def test_a_state_where_prompts_part_does_not_go_first() -> None:
+    """Everything extends the end of a system prompt; without it all agents compute it again."""
+    leases = keepers(1, 60)
+    system, other = went(leases, 1, "ab"), went(leases, 2, "xy")
+    went(leases, 3, "abcd")
+    assert leases.kept.victims()[0] is system  # so far one goes on from it, and its state serves in its place
+    went(leases, 4, "abpq")
+    assert leases.kept.extended(system)
+    assert leases.kept.victims()[0] is other
+
+
 def test_two_long_chats_on_a_nearly_full_pool_keep_each_others_only_state_while_older_ones_exist() -> None:
     """Turn by turn, each a block longer; three older chats are there first. The pool is what is short."""
     leases = keepers(1, 17)
