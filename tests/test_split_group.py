@@ -41,7 +41,9 @@ from latentpool.cli.group import LocalGroup
 from latentpool.client import AdminClient
 from latentpool.errors import EpochError, LatentPoolError
 from latentpool.sampling import Sampling
-from latentpool.v1 import router_pb2
+from latentpool.v1 import pool_admin_pb2, router_pb2
+from services.pool_manager import relief
+from services.pool_manager.leases import Leases
 from services.rank_worker.arena import Arena
 from services.rank_worker.split.fetch import FetchedRows, Part, least_staging_rows
 from services.rank_worker.split.rows import HereRows
@@ -222,27 +224,49 @@ async def test_forty_conversations_over_ucx(world: int, name: str, tmp_path: Pat
     await compared(world, name, "f32", 40, tmp_path, "ucx")
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=FULL)])
-async def test_owners_that_run_dry_recall_carry_and_park(world: int, tmp_path: Path) -> None:
-    """Replies outgrow their quotas together, those of rank 0 first, with long prompts among them that borrow: every owner has
-    one window's pages."""
+async def crowd_rank_0(group: LocalGroup) -> None:
+    """Everybody who fits is moved to rank 0, once: then it runs dry, and others have room."""
+    async with AdminClient(group.manager.address) as admin:
+        running: list[pool_admin_pb2.ConversationInfo] = []
+        for _ in range(500):
+            await asyncio.sleep(0.02)
+            running = await admin.list_conversations()
+            if len(running) >= 5:
+                break
+        for info in running:
+            with contextlib.suppress(LatentPoolError):
+                await admin.carry(info.conversation, 0)
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("world", "crowded"),
+    [(2, True), pytest.param(2, False, marks=FULL), pytest.param(3, True, marks=FULL), pytest.param(3, False, marks=FULL)],
+)
+async def test_owners_that_run_dry_carry_or_park(
+    world: int, crowded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replies outgrow their quotas together, with one window's pages for each owner. Where they crowd one rank the others take
+    some over; where there are too many for all ranks somebody parks."""
+    moves, next_move = [], relief._next_move
+
+    def counted(leases: Leases, owner: int) -> tuple[int, int] | None:
+        moves.append(move := next_move(leases, owner))
+        return move
+
+    monkeypatch.setattr(relief, "_next_move", counted)
     some = [
-        Script(
-            tuple((7 * i + 3 * j) % 240 for j in range(90 + i)),
-            Sampling(seed=i, max_tokens=110 if i % world else 280, ignore_eos=True),
-        )
-        for i in range(7 * world)
+        Script(tuple((7 * i + 3 * j) % 240 for j in range(90 + i)), Sampling(seed=i, max_tokens=280, ignore_eos=True))
+        for i in range(8 if crowded else 7 * world)
     ]
-    long = tuple((5 * j) % 240 for j in range(700))
-    some += [Script(long, Sampling(seed=1000 + i, max_tokens=40, ignore_eos=True), arrives=0.5 * i) for i in range(2)]
     alone = Mode({"split": "off", "kv_pages": "off"}, lambda *_: True)
     async with recorded(world, tmp_path, alone, "f32", "inproc") as (group, rows):
         expected = {script.seed: await play(group, script) for script in some}, rows()
     mode = Mode(
-        ROOMY | {"parallel": 10 * world, "headroom": 1},
-        # of three owners none has room left for a carry while one runs dry
-        lambda c, _: c.parked > 0 and c.replayed_tokens > 0 and c.recalls > 0 and (c.carries > 0 or world > 2),
+        ROOMY | {"parallel": 7 * world, "headroom": 1},
+        lambda c, _: any(moves) if crowded else c.parked > 0 and c.replayed_tokens > 0,
         owned=WINDOW,
+        disturb=crowd_rank_0 if crowded else None,
         patches={"services.router.loop.AHEAD_ROWS": 16},
     )
     async with recorded(world, tmp_path, mode, "f32", "inproc") as (group, rows):

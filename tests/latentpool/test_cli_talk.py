@@ -30,7 +30,10 @@ class Asked:
     async def get_model(self) -> Any:
         return SimpleNamespace(has_tokenizer=True)
 
-    async def generate(self, prompt: Any, sampling: Sampling, *, background: bool = False) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, sampling: Sampling, *, chat: Any = None, background: bool = False
+    ) -> AsyncIterator[Any]:
+        assert chat is None
         self.prompt, self.sampling, self.background = prompt, sampling, background
         scores = [] if sampling.log_probs is None else [SCORE]
         yield pb.Waiting(ahead=1, reason="the one lane is busy")

@@ -30,6 +30,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     transport: str
     net_devices: str
     dead_after: float
+    staging_rows: int
+    audit: bool
 
 
 class Engine:
@@ -102,7 +104,7 @@ class Engine:
                     results.append(frames.OperationResult(frame.seq, []))
         if len(frame.operations) > 3:
             self.send(frames.Progress(len(frame.operations)))
-        self.send(frames.RoundResult(frame.seq, results, 0.5, 0.25))
+        self.send(frames.RoundResult(frame.seq, results, 0.5, 0.25, frames.LinkBytes()))
 
 
 def serve(sock: socket.socket, settings: EngineSettings, exchange: object) -> int:

@@ -29,6 +29,7 @@ def settings(model: Path = MODEL, **changes: Any) -> EngineSettings:
         "model": str(model), "rank": 0, "world": 1, "dtype": "f32", "kv_cache": None, "memory_bytes": 4 << 30,
         "page_rows": 64, "chunk_rows": 256,
         "transport": "inproc", "net_devices": "lo", "dead_after": 5.0,
+        "staging_rows": 256, "audit": True,
     }  # fmt: skip
     return EngineSettings(**(values | changes))  # type: ignore[arg-type]
 

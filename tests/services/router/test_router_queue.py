@@ -12,8 +12,8 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from router_fakes import Rig
+from test_router_requests import byte_tokenizer
 
-import latentpool
 from latentpool.errors import BusyError
 from latentpool.sampling import Sampling
 from latentpool.v1 import router_pb2
@@ -23,7 +23,6 @@ from services.router.turnover import Turnover
 
 pytestmark = pytest.mark.timeout(30)
 
-BUNDLED = Path(latentpool.__file__).parent / "checkpoints" / "demo"
 LONG = Sampling(max_tokens=800, ignore_eos=True)
 
 
@@ -50,7 +49,7 @@ async def leave(rig: Rig, tasks: list[asyncio.Task]) -> None:
     rig.gates(True)
 
 
-async def test_a_refused_request_costs_no_tokenisation(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_request_costs_no_tokenisation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     read: list[int] = []
     encode = Texts.encode
 
@@ -59,7 +58,7 @@ async def test_a_refused_request_costs_no_tokenisation(monkeypatch: pytest.Monke
         return await encode(self, text)
 
     monkeypatch.setattr(Texts, "encode", watched)
-    async with Rig(1, lanes=1, max_waiting=2, model=BUNDLED) as rig:
+    async with Rig(1, lanes=1, max_waiting=2, model=byte_tokenizer(tmp_path / "small")) as rig:
         await rig.client.wait_ready(10)
         tasks = await fill(rig, 2)
         text = "a" * ((16 << 20) - 64)
@@ -72,7 +71,7 @@ async def test_a_refused_request_costs_no_tokenisation(monkeypatch: pytest.Monke
         await leave(rig, tasks)
 
 
-async def test_requests_that_are_being_read_take_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_are_being_read_take_their_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Many long texts at once: no more are tokenised than could wait."""
     reading, go_on = 0, asyncio.Event()
     encode = Texts.encode
@@ -84,7 +83,7 @@ async def test_requests_that_are_being_read_take_their_places(monkeypatch: pytes
         return await encode(self, text)
 
     monkeypatch.setattr(Texts, "encode", slow)
-    async with Rig(1, lanes=1, max_waiting=2, model=BUNDLED) as rig:
+    async with Rig(1, lanes=1, max_waiting=2, model=byte_tokenizer(tmp_path / "small")) as rig:
         await rig.client.wait_ready(10)
 
         async def one() -> str:
