@@ -155,7 +155,7 @@ class Inventory:
 
 
 def _checksum(parts: Sequence[Array]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.sha256()
     for part in parts:
         digest.update(part.reshape(-1).view(np.uint8).data)
     return digest.digest()
