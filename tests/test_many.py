@@ -92,7 +92,8 @@ async def break_streams(group: LocalGroup) -> None:
         group.workers[rank]._rounds._replace_stream(None, _RefusedError(grpc.StatusCode.UNAVAILABLE, "the test cut the line"))
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2, 3])
 async def test_forty_conversations_each_as_if_alone(world: int) -> None:
     """Random arrivals, lanes and chunk limits, cancels, slow readers, parking, broken streams: equal bits for each."""
     conversations = scripts(40)
@@ -117,7 +118,7 @@ async def test_forty_conversations_each_as_if_alone(world: int) -> None:
     assert total.resent_rounds > 0
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize(("dtype", "kv_cache"), [("bf16", "bf16"), ("f32", "bf16")])
 async def test_the_other_dtypes(world: int, dtype: Any, kv_cache: Any) -> None:
     conversations = scripts(10, seed=11, spread=0.5, quick=True)
@@ -156,7 +157,7 @@ async def test_eight_lanes_outgrow_their_quota_together_and_all_finish(world: in
     assert sum(reply.completion.usage.parked for reply in replies.values() if reply.completion) == counters.parked
 
 
-@pytest.mark.parametrize("split", ["off", "on"])
+@pytest.mark.parametrize("split", [pytest.param("off", marks=pytest.mark.full), "on"])
 async def test_whoever_comes_back_is_not_parked_for_what_it_does_not_need_yet(split: Any) -> None:
     """Small headroom and small pages: an admission covers less than pages are asked ahead for. Parking stays rare."""
     conversations = [

@@ -239,10 +239,9 @@ async def crowd_rank_0(group: LocalGroup) -> None:
         await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize(
-    ("world", "crowded"),
-    [(2, True), pytest.param(2, False, marks=FULL), pytest.param(3, True, marks=FULL), pytest.param(3, False, marks=FULL)],
-)
+@FULL
+@pytest.mark.parametrize("crowded", [True, False])
+@pytest.mark.parametrize("world", [2, 3])
 async def test_owners_that_run_dry_carry_or_park(
     world: int, crowded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,8 +182,9 @@ _SLOW = [
     ReturnsWithHalfItsTokens,
     ReturnsLikeNew,
 ]
-_OWNERS_QUICK = [LendsWhileOthersWait, LendsRankByRank, ForgetsTheLoan, ForgetsTheMove, KeepsTheOldPages, FreesTheLoanAtOnce]
+_OWNERS_QUICK = [LendsWhileOthersWait, LendsRankByRank, ForgetsTheLoan, KeepsTheOldPages, FreesTheLoanAtOnce]
 _OWNERS_SLOW = [
+    ForgetsTheMove,
     LendsWhatIsOwed,
     FreesTheOldPagesAtOnce,
     GrantsWhatMoves,
