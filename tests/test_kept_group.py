@@ -264,11 +264,12 @@ async def evict_one(group: LocalGroup, chance: random.Random) -> None:
 
 
 TROUBLES = {
-    "evictions": Trouble({}, lambda c: c.forgets > 3, evicts=True),
-    "parks": Trouble({}, lambda c: c.parked > 3, disturb=park_any),
-    "carries": Trouble({"split": "on"}, lambda c: c.carries > 2, disturb=carry_any),
+    "evictions": Trouble({}, lambda c: c.forgets > 3 and c.resumes > 0, evicts=True),
+    "parks": Trouble({}, lambda c: c.parked > 3 and c.resumes > 0, disturb=park_any),
+    "carries": Trouble({"split": "on"}, lambda c: c.carries > 2 and c.resumes > 0, disturb=carry_any),
+    # who comes first decides whether a state is still there when its chat goes on
     "a small budget": Trouble({"cache_bytes": 5 * 128 * 160}, lambda c: c.forgets > 0),  # some five pages
-    "a small pool": Trouble({"headroom": 16, "parallel": 3}, lambda c: c.resumes > 0, pages=15),
+    "a small pool": Trouble({"headroom": 16, "parallel": 3}, lambda c: c.keeps > 0, pages=15),
     "cancels": Trouble({}, lambda c: c.resumes > 3, leaves=True),
 }
 
@@ -327,8 +328,7 @@ async def test_resumed_prompts_in_trouble(name: str, world: int, split: Any, dty
                 disturbance.cancel()
                 await asyncio.gather(disturbance, return_exceptions=True)
         counters = workers_of(group).counters
-        assert cached > 0
-        assert counters.resumes > 0
+        assert cached <= counters.resumed_tokens
         assert trouble.took(counters), counters
         fresh.check_rows(record)
         await settled_but_kept(group)
