@@ -33,9 +33,12 @@ def idle_of(rig: Rig) -> list[Any]:
     return rig.loop.book.idlers()
 
 
-async def idles(rig: Rig) -> Any:
-    """The idle conversation, stopped in the middle of its fill."""
-    c = await stop_at(rig, 2, lambda c: c.idle and c.sent > 64)
+async def idles(rig: Rig, prompt: list[int], count: int) -> Any:
+    """The idle conversation behind a reply, stopped in the middle of its fill. It is watched for from before the reply on:
+    the idle fill may be over before a client on a busy machine has read how the reply ended."""
+    stopped = asyncio.create_task(stop_at(rig, 2, lambda c: c.idle and c.sent > 64))
+    await said(rig, prompt, count)
+    c = await stopped
     assert c.sent < c.prompt_rows
     return c
 
@@ -104,8 +107,7 @@ async def test_a_reply_that_was_cancelled_is_not_computed_again() -> None:
 async def test_the_one_lane_is_given_to_who_comes_at_once_and_nobody_is_told_to_wait() -> None:
     async with Rig(2, lanes=1, keep_from=64, chunk_rows=64, max_waiting=0) as rig:
         await rig.client.wait_ready(10)
-        await said(rig, PROMPT[:300], 400)
-        await idles(rig)
+        await idles(rig, PROMPT[:300], 400)
         task, events = start(rig, PROMPT[50:150], longer(5))  # the queue takes nobody but who has a lane
         await rig.until(lambda: rig.loop.counters.idle_dropped, "it keeps its lane")
         assert idle_of(rig) == []
@@ -119,8 +121,7 @@ async def test_the_one_lane_is_given_to_who_comes_at_once_and_nobody_is_told_to_
 async def test_nobody_runs_beside_one_that_is_idle_and_it_ends_what_it_began() -> None:
     async with Rig(2, lanes=2, keep_from=64, chunk_rows=64) as rig:
         await rig.client.wait_ready(10)
-        await said(rig, PROMPT[:300], 400)
-        idle = await idles(rig)
+        idle = await idles(rig, PROMPT[:300], 400)
         task, events = start(rig, PROMPT[50:150], longer(100))
         await rig.until(lambda: len(rig.manager.admits) == 3, "it is not admitted")
         before = idle.sent
@@ -177,8 +178,7 @@ async def test_the_next_turn_takes_its_place() -> None:
     async with Rig(2, lanes=2, keep_from=64, chunk_rows=64) as rig:
         await rig.client.wait_ready(10)
         rig.manager.kept.grants = lambda _name, at: at != 256
-        await said(rig, CHATTY, 24)
-        await idles(rig)
+        await idles(rig, CHATTY, 24)
         history = CHATTY + reply(CHATTY, 24)
         task, events = start(rig, history + PROMPT[:300], longer(5))
         await rig.until(lambda: rig.loop.counters.idle_dropped, "both compute the same")
@@ -191,8 +191,7 @@ async def test_the_next_turn_takes_its_place() -> None:
 async def test_what_the_manager_does_to_it_ends_it(how: str) -> None:
     async with Rig(2, lanes=2, keep_from=64, chunk_rows=64, split=True, pages=60) as rig:
         await rig.client.wait_ready(10)
-        await said(rig, PROMPT[:300], 400)
-        await idles(rig)
+        await idles(rig, PROMPT[:300], 400)
         manager = rig.manager
         if how == "parked":
             manager.told.add(2)
