@@ -57,6 +57,10 @@ USE_PAGES = 72
 DECODE_PROMPT = 512
 """Longer than a selection of the small model (259 rows), so that lists are sparse."""
 CONTEXT, LANES, MEMORY = 20480, 20, 1 << 30
+SMALL: dict[str, Any] = {
+    "transport": "ucx", "dtype": "f32", "context": CONTEXT, "parallel": LANES, "memory_bytes": MEMORY,
+    "cache_bytes": 0,  # a prompt is computed each time, and all pages come back
+}  # fmt: skip
 SETTLED = 24
 SIDES: dict[str, Switch] = {"replicated": "off", "split": "on"}
 
@@ -107,7 +111,7 @@ async def use(model: Path, world: int, split: Switch) -> dict[str, Any]:
     todo = prompts(USE_LANES, USE_PROMPT, geometry.vocab)
     group = LocalGroup(
         model, world, transport="ucx", dtype="f32", context=USE_CONTEXT, parallel=USE_LANES, page_rows=USE_PAGE_ROWS,
-        split=split, memory_bytes=MEMORY,
+        split=split, memory_bytes=MEMORY, cache_bytes=0,
     )  # fmt: skip
     with page_bytes(arena):
         async with group, AdminClient(group.manager.address) as admin:
@@ -299,10 +303,7 @@ async def attention(model: Path, kept: Journal, directory: Path, scale: argparse
     result: dict[str, Any] = {}
     for name, split in SIDES.items():
         engines = dict.fromkeys(range(2), "timed_engine")
-        async with LocalGroup(
-            model, 2, transport="ucx", dtype="f32", context=CONTEXT, parallel=LANES, memory_bytes=MEMORY, engines=engines,
-            split=split,
-        ) as group:  # fmt: skip
+        async with LocalGroup(model, 2, **SMALL, engines=engines, split=split) as group:
             for streams in scale.streams:
                 await decode(group, kept, todo[:streams], scale.decode_tokens)
         for rank in range(2):
@@ -350,11 +351,7 @@ async def measure(model: Path, directory: Path, scale: argparse.Namespace, repor
                 ("split", {"split": "on"}),
                 ("split, no borrowing", {"split": "on", "borrow": False}),
             ):
-                groups[name] = await stack.enter_async_context(
-                    LocalGroup(
-                        model, 2, transport="ucx", dtype="f32", context=CONTEXT, parallel=LANES, memory_bytes=MEMORY, **choices
-                    )
-                )
+                groups[name] = await stack.enter_async_context(LocalGroup(model, 2, **SMALL, **choices))
             report["speed"] = await speed(groups, kept, geometry.vocab, scale)
             say(f"carrying {scale.carried_rows} rows to and fro")
             report["carry"] = await carry(groups["split"], kept, geometry.vocab, scale.carried_rows, 2 * scale.repeats)
