@@ -114,18 +114,17 @@ def _nearest(sizes: dict[Any, float], size: int) -> Any:
 
 
 def attention(of: dict[str, Any]) -> Table:
-    """`queries` and `outputs` are without their exchange: copying to and from the link. Medians do not add up to the whole."""
-    parts = ("routes", "queries", "queries exchanged", "attend", "outputs", "outputs exchanged")
-    table = _table("W=2, attention of a decode round, us a latent layer by rank (medians)", "", "whole", *parts)
+    """The selection stands between `send queries` and the rest, and is in none. Medians do not add up to the whole."""
+    parts = ("whole", "send queries", "take queries", "attend", "return outputs", "outputs exchanged")
+    heads = (*parts[:-1], "of that exchanging")
+    table = _table("W=2, attention of a decode round, us a latent layer by rank (medians)", "", *heads)
     for name, sizes in of.items():
         for streams, ranks in sizes.items():
-            cells = [f"{name}, streams: {streams}", _ranks(ranks, "whole", "")]
-            table.add_row(*cells, *(_ranks(ranks, part, f"{part} exchanged") if name == "split" else "" for part in parts))
+            cells = (" / ".join(f"{one.get(part, 0.0):,.0f}" for one in ranks) for part in parts)
+            table.add_row(
+                f"{name}, streams: {streams}", *(cell if name == "split" or n == 0 else "" for n, cell in enumerate(cells))
+            )
     return table
-
-
-def _ranks(ranks: list[dict[str, float]], part: str, less: str) -> str:
-    return " / ".join(f"{one.get(part, 0.0) - one.get(less, 0.0):,.0f}" for one in ranks)
 
 
 def carry(report: dict[str, Any]) -> Table:

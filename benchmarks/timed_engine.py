@@ -27,72 +27,54 @@ from services.rank_worker.split import owner, rows
 __all__ = ["EngineSettings", "main", "serve"]
 
 _times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-_rows: list[int] = []
-"""Decode rows of the attention under way; empty outside."""
+_layer: dict[str, float] = {}
+"""Seconds by part of the layer's attention under way, which begins with its queries."""
 
 
-def _add(part: str, seconds: float) -> None:
-    _times[str(_rows[-1])][part].append(seconds)
-
-
-def _timed(owner_of: Any, name: str, part: str) -> None:
-    """Seconds of a method inside a decode's attention."""
-    plain: Callable[..., Any] = getattr(owner_of, name)
+def _timed(kind: Any, name: str, part: str) -> None:
+    """Has the seconds of a method written down as those of a part."""
+    plain: Callable[..., Any] = getattr(kind, name)
 
     @functools.wraps(plain)
-    def timed(*arguments: Any, **named: Any) -> Any:
-        if not _rows:
-            return plain(*arguments, **named)
+    def timed(self: Any, *arguments: Any) -> Any:
         begun = time.perf_counter()
-        result = plain(*arguments, **named)
-        _add(part, time.perf_counter() - begun)
+        result = plain(self, *arguments)
+        _layer[part] = time.perf_counter() - begun
         return result
 
-    setattr(owner_of, name, timed)
+    setattr(kind, name, timed)
 
 
-def _attention(kind: Any) -> None:
-    """Seconds of a layer's attention as a whole."""
-    plain: Callable[..., None] = kind.attend
+def _layers(kind: Any) -> None:
+    """Begins a layer where its queries are sent, and ends it behind its attention."""
+    _timed(kind, "send_queries", "send queries")
+    _timed(kind, "attend", "behind the selection")
+    send, attend = kind.send_queries, kind.attend
 
-    def attend(self: Any, p: Any, *arguments: Any) -> None:
+    def begin(self: Any, *arguments: Any) -> None:
+        _layer.clear()
+        send(self, *arguments)
+
+    def end(self: Any, p: Any, *arguments: Any) -> None:
+        attend(self, p, *arguments)
         if p.batch.path is not Path.DECODE:
-            plain(self, p, *arguments)
             return
-        _rows.append(p.batch.total)
-        begun = time.perf_counter()
-        plain(self, p, *arguments)
-        _add("whole", time.perf_counter() - begun)
-        _rows.pop()
+        times = _times[str(p.batch.total)]
+        times["whole"].append(_layer["send queries"] + _layer["behind the selection"])
+        for part, seconds in _layer.items():
+            times[part].append(seconds)
 
-    kind.attend = attend
-
-
-def _exchange() -> None:
-    """Seconds inside the link, by what travels."""
-    plain = link.Channel.exchange
-
-    def exchange(self: Any, *arguments: Any) -> Any:
-        if not _rows:
-            return plain(self, *arguments)
-        begun = time.perf_counter()
-        slot = plain(self, *arguments)
-        _add(f"{self._kind} exchanged", time.perf_counter() - begun)
-        return slot
-
-    channel: Any = link.Channel
-    channel.exchange = exchange
+    kind.send_queries, kind.attend = begin, end
 
 
 def main(arguments: list[str]) -> int:
     """The child process, as engine.main: SETTINGS_JSON FD."""
-    _attention(owner.OwnerRows)
-    _attention(rows.HereRows)
-    _exchange()
-    _timed(owner.OwnerRows, "_routes", "routes")
-    _timed(owner.OwnerRows, "_gather_queries", "queries")
+    _layers(owner.OwnerRows)
+    _layers(rows.HereRows)
+    _timed(owner.OwnerRows, "_take_queries", "take queries")
     _timed(owner.OwnerRows, "_attend_mine", "attend")
-    _timed(owner.OwnerRows, "_return_outputs", "outputs")
+    _timed(owner.OwnerRows, "_return_outputs", "return outputs")
+    _timed(link.Channel, "exchange", "outputs exchanged")
     code = engine.main(arguments)
     settings = msgspec.json.decode(arguments[0], type=EngineSettings)
     medians = {rows: {part: statistics.median(of) for part, of in parts.items()} for rows, parts in _times.items()}

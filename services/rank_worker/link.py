@@ -71,10 +71,16 @@ class Channel:
     def exchange(self, send: Sequence[int], recv: Sequence[int]) -> Slot:
         """The first send[p] rows of p's block to each peer p, recv[p] rows from it; returns the slot that holds them until
         the channel's next but one exchange. Raises LinkError."""
+        if self.link.world == 1:
+            return self._turn()
+        slot = self.start(send, recv)
+        self.link.wait(slot)
+        return slot
+
+    def start(self, send: Sequence[int], recv: Sequence[int]) -> Slot:
+        """As `exchange`, for a caller that has something to do before it calls `link.wait(slot)`."""
         slot = self._turn()
-        if self.link.world > 1:
-            self.link.enqueue(slot, send, recv, self._kind)
-            self.link.wait(slot)
+        self.link.enqueue(slot, send, recv, self._kind)
         return slot
 
     def all_to_all(self, rows: int) -> Slot:

@@ -22,13 +22,14 @@ def mla(p: Pass, layer: int, index_layer: int, weights: Mla, x: Array, partial: 
     k.rms_norm(latent_raw, weights.kv_norm, g.rms_eps, latent)
     p.latent_rows.store(p, layer, latent)
 
+    q, absorbed = p.take("q"), p.take("absorbed")
+    k.linear(path, q_low, weights.q_b, q.reshape(batch.total, -1))
+    k.absorb(path, q, weights.b_k, absorbed)
+    p.latent_rows.send_queries(p, absorbed)
     if weights.indexer is not None:
         _write_pools(p, index_layer, weights.indexer, x)
         p.selection = _select(p, index_layer, weights.indexer, x, q_low)
 
-    q, absorbed = p.take("q"), p.take("absorbed")
-    k.linear(path, q_low, weights.q_b, q.reshape(batch.total, -1))
-    k.absorb(path, q, weights.b_k, absorbed)
     attended, values = p.take("attended"), p.take("values")
     p.latent_rows.attend(p, layer, absorbed, attended)
     k.absorb(path, attended, weights.b_v, values)

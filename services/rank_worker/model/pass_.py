@@ -30,9 +30,13 @@ class LatentRows(Protocol):
     def store(self, p: Pass, layer: int, rows: Array) -> None:
         """Keeps the pass's new rows, compute [T, r], and digests them as they are kept."""
 
+    def send_queries(self, p: Pass, q: Array) -> None:
+        """Starts the journey of q compute [T, h, r] to the rank that has the rows, if that is another one: p.selection is
+        computed meanwhile. Raises LinkError."""
+
     def attend(self, p: Pass, layer: int, q: Array, out: Array) -> None:
-        """out compute [T, h, r] = attention of this rank's heads q compute [T, h, r] over the rows that p.selection names.
-        Raises LinkError."""
+        """Behind send_queries of the same q: out compute [T, h, r] = attention of this rank's heads q compute [T, h, r] over
+        the rows that p.selection names. Raises LinkError."""
 
 
 @dataclass(slots=True)

@@ -89,6 +89,9 @@ class FetchedRows:
             pages, offsets = self._staging.places(0, p.batch.rows)
             p.kernels.write_rows(rows[: p.batch.rows], self._staging.view, pages, offsets)
 
+    def send_queries(self, p: Pass, q: Array) -> None:
+        """They stay here: rows travel."""
+
     def attend(self, p: Pass, layer: int, q: Array, out: Array) -> None:
         selection = p.selection
         assert selection is not None

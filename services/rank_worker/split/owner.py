@@ -1,6 +1,7 @@
 """Owner decode: queries travel to the ranks that keep the rows, attended rows travel back (design section 8).
 
-Two exchanges a latent layer, whatever the number of rows and owners. A block holds, row by row in the order of the batch, the
+Two exchanges a latent layer, whatever the number of rows and owners; the first is under way while the selection is computed.
+A block holds, row by row in the order of the batch, the
 rows of one owner with the heads of one rank; both ends derive its size from the round.
 """
 
@@ -14,6 +15,7 @@ import numpy as np
 from kernels.api import Kernels
 from kernels.rows import Array
 from latentpool.geometry import Geometry, shares
+from services.rank_worker.exchange.base import Slot
 from services.rank_worker.link import Link
 from services.rank_worker.model.pass_ import Pass
 from services.rank_worker.split.rows import store
@@ -27,12 +29,11 @@ def owner_bytes(geometry: Geometry, world: int, rows: int, element: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Routes:
-    """Batch rows by owner, [W] index arrays, of which `mine` are this rank's; `selected` are their lists and counts."""
+    """Batch rows by owner, [W] index arrays, of which `mine` are this rank's; `slot` holds the queries under way."""
 
     rows: Sequence[Array]
     mine: Array
-    lists: Array
-    counts: Array
+    slot: Slot
 
 
 class OwnerRows:
@@ -49,46 +50,48 @@ class OwnerRows:
         self._outputs = link.channel("outputs", shape, kernels.wire, "outputs", each=True)
         self._q = kernels.empty((rows, geometry.heads, geometry.latent), "compute")
         self._out = kernels.empty((rows, geometry.heads, geometry.latent), "compute")
+        self._under_way: _Routes | None = None
 
     def store(self, p: Pass, layer: int, rows: Array) -> None:
         store(p, layer, rows)
 
+    def send_queries(self, p: Pass, q: Array) -> None:
+        rank, heads = self._link.rank, self._heads[self._link.rank]
+        owners = p.arena.owners[p.batch.lanes]
+        by_owner = [np.flatnonzero(owners == owner) for owner in range(self._link.world)]
+        mine, send = by_owner[rank], self._queries.slot.send
+        for peer, rows in enumerate(by_owner):
+            if peer != rank and len(rows):
+                self._kernels.pack(q[rows].reshape(len(rows) * heads, -1), send[peer, : len(rows) * heads])
+        slot = self._queries.start([len(rows) * heads for rows in by_owner], [len(mine) * count for count in self._heads])
+        self._under_way = _Routes(by_owner, mine, slot)
+
     def attend(self, p: Pass, layer: int, q: Array, out: Array) -> None:
-        routes = self._routes(p)
-        self._gather_queries(q, routes)
+        routes, self._under_way = self._under_way, None
+        assert routes is not None
+        self._take_queries(q, routes)
         if len(routes.mine):
-            self._attend_mine(p, layer, routes)
+            self._attend_mine(p, layer, routes.mine)
         self._return_outputs(out, routes)
 
-    def _routes(self, p: Pass) -> _Routes:
-        selection = p.selection
-        assert selection is not None
-        owners = p.arena.owners[p.batch.lanes]
-        rows = [np.flatnonzero(owners == rank) for rank in range(self._link.world)]
-        mine = rows[self._link.rank]
-        return _Routes(rows, mine, selection.lists[mine], selection.counts[mine])
-
-    def _gather_queries(self, q: Array, routes: _Routes) -> None:
+    def _take_queries(self, q: Array, routes: _Routes) -> None:
         """self._q [mine, all heads, r] of the rows that this rank owns; q compute [T, h, r] of its own heads."""
-        k, rank, heads = self._kernels, self._link.rank, self._heads[self._link.rank]
-        mine, send = len(routes.mine), self._queries.slot.send
-        for peer, rows in enumerate(routes.rows):
-            if peer != rank and len(rows):
-                k.pack(q[rows].reshape(len(rows) * heads, -1), send[peer, : len(rows) * heads])
-        slot = self._queries.exchange([len(rows) * heads for rows in routes.rows], [mine * count for count in self._heads])
+        self._link.wait(routes.slot)
+        mine = len(routes.mine)
         if not mine:
             return
         for peer, (tile, count) in enumerate(zip(self._tiles, self._heads, strict=True)):
-            if peer == rank:
+            if peer == self._link.rank:
                 self._q[:mine, tile] = q[routes.mine]
             else:
-                k.unpack(slot.recv[peer, : mine * count].reshape(mine, count, -1), self._q[:mine, tile])
+                self._kernels.unpack(routes.slot.recv[peer, : mine * count].reshape(mine, count, -1), self._q[:mine, tile])
 
-    def _attend_mine(self, p: Pass, layer: int, routes: _Routes) -> None:
-        mine, batch = len(routes.mine), p.batch
+    def _attend_mine(self, p: Pass, layer: int, rows: Array) -> None:
+        mine, batch, selection = len(rows), p.batch, p.selection
+        assert selection is not None  # geometry: a shared layer follows a full one
         p.kernels.attend(
-            batch.path, self._q[:mine], p.arena.latent_view(layer), batch.lanes[routes.mine], batch.positions[routes.mine],
-            routes.lists, routes.counts, p.geometry.nope_dim**-0.5, self._out[:mine], self._heads,
+            batch.path, self._q[:mine], p.arena.latent_view(layer), batch.lanes[rows], batch.positions[rows],
+            selection.lists[rows], selection.counts[rows], p.geometry.nope_dim**-0.5, self._out[:mine], self._heads,
         )  # fmt: skip
 
     def _return_outputs(self, out: Array, routes: _Routes) -> None:

@@ -42,6 +42,9 @@ class HereRows:
     def store(self, p: Pass, layer: int, rows: Array) -> None:
         store(p, layer, rows)
 
+    def send_queries(self, p: Pass, q: Array) -> None:
+        """They stay here."""
+
     def attend(self, p: Pass, layer: int, q: Array, out: Array) -> None:
         view, selection = p.arena.latent_view(layer), p.selection
         assert selection is not None

@@ -12,6 +12,8 @@ from latentpool.geometry import Geometry
 CASES = ["tiny", "shared_index", "long_kpool16", "real_ratio"]
 TOLERANCE = 2e-4
 PAGES_A, PAGES_B = range(0, 12), range(12, 24)
+FETCHED = 64
+"""Rows of a chunk of a split group: those before it come from the owner."""
 
 
 def worlds() -> list[object]:
@@ -28,11 +30,18 @@ def error(mine: np.ndarray, expected: dict[str, np.ndarray], key: str, prefix: s
     return float(np.abs(mine - expected[prefix + key]).max() / scale)
 
 
+def begin(ranks: Ranks, lane: int, pages: range) -> None:
+    """Lane 0 belongs to rank 1 of a split group, lane 1 to rank 0."""
+    owner = 1 - lane if ranks.split else 0
+    ranks.begin(lane, [page * ranks.world + owner for page in pages] if ranks.split else pages, owner=owner)
+
+
 def check(ranks: Ranks, expected: dict[str, np.ndarray], prefix: str = "") -> None:
     """Prefill, greedy continuation and decode of one prompt."""
     ids = expected[prefix + "input_ids"].tolist()
-    ranks.begin(0, PAGES_A)
-    logits, token = ranks.prompt(0, ids)
+    limit = FETCHED if ranks.split else None
+    begin(ranks, 0, PAGES_A)
+    logits, token = ranks.prompt(0, ids, limit)
     assert error(logits, expected, "logits", prefix) <= TOLERANCE
 
     greedy, rows = [token], [logits[-1]]
@@ -45,8 +54,8 @@ def check(ranks: Ranks, expected: dict[str, np.ndarray], prefix: str = "") -> No
 
     if prefix + "decode.split" in expected:
         split = int(expected[prefix + "decode.split"][0])
-        ranks.begin(1, PAGES_B)
-        part, _ = ranks.prompt(1, ids[:split])
+        begin(ranks, 1, PAGES_B)
+        part, _ = ranks.prompt(1, ids[:split], limit)
         rows = [part[-1], *(ranks.decode([1], 1, [token])[0][0] for token in ids[split:])]
         assert error(np.stack(rows), expected, "decode.logits", prefix) <= TOLERANCE
 
@@ -55,6 +64,16 @@ def check(ranks: Ranks, expected: dict[str, np.ndarray], prefix: str = "") -> No
 def test_logits_and_greedy_ids(case: str, world: int) -> None:
     model, expected = oracle(case)
     ranks = Ranks(model, world)
+    check(ranks, expected)
+    ranks.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_logits_and_greedy_ids_where_each_conversation_has_an_owner(case: str, world: int) -> None:
+    model, expected = oracle(case)
+    assert len(expected["input_ids"]) > FETCHED or case == "tiny"
+    ranks = Ranks(model, world, split=True, pages=24 * world)
     check(ranks, expected)
     ranks.close()
 
