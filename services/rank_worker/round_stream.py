@@ -249,7 +249,7 @@ class RoundStream(rank_worker_pb2_grpc.RankWorkerServicer):
         if stream is None:
             return
         stream.next = max(stream.next, self._acknowledged + 1)
-        while stream.next in self._kept:
+        while stream.asked and stream.next in self._kept:  # its first round says from where on it is owed results
             stream.outgoing.put_nowait(self._kept[stream.next])
             stream.next += 1
         if stream.half_closed and stream.next > stream.asked:

@@ -116,6 +116,23 @@ async def test_a_reopened_stream_says_where_it_stands_and_answers_each_round_onc
         assert await rounds.call.read() is grpc.aio.EOF
 
 
+async def test_a_stream_is_given_nothing_before_it_asks(serving):
+    manager, worker = serving
+    async with opened(worker, manager) as broken:
+        await broken.send(1)
+        await broken.send(2, operations=[bind(seconds=1)])
+        assert (await broken.result()).seq == 1
+        broken.call.cancel()
+    rounds = await dial(worker)
+    assert await rounds.open() == 2
+    await until(lambda: 2 in worker._rounds._kept)  # what an engine answers meanwhile is kept for whoever asks
+    for seq in (2, 3):
+        await rounds.send(seq)
+    assert [(await rounds.result()).seq for _ in range(2)] == [2, 3]
+    await rounds.call.done_writing()
+    assert await rounds.call.read() is grpc.aio.EOF
+
+
 async def test_a_second_stream_of_a_term_takes_over(serving):
     manager, worker = serving
     async with opened(worker, manager) as first:

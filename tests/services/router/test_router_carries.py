@@ -140,7 +140,9 @@ async def test_a_carry_changes_no_reply_whenever_it_comes(stage: str, more: int)
         for worker in rig.workers:
             worker.pause = 0.001
         await rig.client.wait_ready(10)
-        runs = [start(rig, PROMPT, longer(150)), start(rig, PROMPT[:230], longer(150))]
+        runs = [start(rig, PROMPT, longer(150))]
+        await rig.until(lambda: find(rig, 1) is not None, "it does not come")  # ids are given in this order
+        runs.append(start(rig, PROMPT[:230], longer(150)))
         if stage in ("replaying", "filling again"):
             await stop_at(rig, 2, lambda c: len(c.generated) > 40)
             park(rig, 2)
