@@ -204,8 +204,9 @@ async def test_a_worker_stream_that_stays_broken_ends_all_streams_with_the_reaso
     async with Rig(2, lanes=1, dead_after=0.3) as rig:
         await rig.client.wait_ready(10)
         running, events = start(rig)
-        waiting, _ = start(rig)
         await rig.until(lambda: chunks(events), "no token")
+        waiting, _ = start(rig)
+        await rig.until(lambda: len(rig.loop.book.queue) == 1, "not queued")
         rig.workers[1].fail = "the engine of rank 1 is gone"
         for task in (running, waiting):
             with pytest.raises(EpochError, match=r"rank 1 at .* broke: the engine of rank 1 is gone"):
