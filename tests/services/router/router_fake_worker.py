@@ -33,6 +33,7 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
         self.columns = share(VOCAB, world, rank)
         self.gate = asyncio.Event()
         self.gate.set()
+        self.held = False
         self.corrupt = self.stale = 0
         self.fail = ""
         self.breaks = 0.0
@@ -67,7 +68,9 @@ class FakeWorker(rank_worker_pb2_grpc.RankWorkerServicer):
         yield rank_worker_pb2.RoundsResponse(opened=rank_worker_pb2.RoundsOpened(last_seq=len(self.rounds)))
         async for request in requests:
             round_ = request.round
+            self.held = not self.gate.is_set()
             await self.gate.wait()
+            self.held = False
             await self.perhaps_break(context)
             if self.pause:
                 await asyncio.sleep(self.pause)

@@ -48,9 +48,12 @@ async def stop_at(rig: Rig, id_: int, reached: Any) -> Conversation:
 async def two_in_flight(rig: Rig) -> None:
     """With all rounds stopped: nothing more is sent before they go on."""
     workers = rig.loop._workers
-    await rig.until(
-        lambda: workers.in_flight == 2 and all(workers.seq - worker.answered == 2 for worker in rig.workers), "idle"
-    )
+
+    def stands() -> bool:  # one rank may have answered the first of the two already
+        slowest = min(worker.answered for worker in rig.workers)
+        return workers.in_flight == 2 and workers.seq - slowest == 2 and all(worker.held for worker in rig.workers)
+
+    await rig.until(stands, "rounds do not stand still")
 
 
 # ---- borrowing ------------------------------------------------------------------------------------------------------
@@ -140,9 +143,12 @@ async def test_a_carry_changes_no_reply_whenever_it_comes(stage: str, more: int)
         for worker in rig.workers:
             worker.pause = 0.001
         await rig.client.wait_ready(10)
+        rig.gates(False)  # until both are there, the first one first
         runs = [start(rig, PROMPT, longer(150))]
-        await rig.until(lambda: find(rig, 1) is not None, "it does not come")  # ids are given in this order
+        await rig.until(lambda: find(rig, 1) is not None, "it does not come")
         runs.append(start(rig, PROMPT[:230], longer(150)))
+        await rig.until(lambda: find(rig, 2) is not None, "the second does not come")
+        rig.gates(True)
         if stage in ("replaying", "filling again"):
             await stop_at(rig, 2, lambda c: len(c.generated) > 40)
             park(rig, 2)

@@ -85,15 +85,29 @@ async def test_log_probs_are_of_each_replys_own_rows() -> None:
                 state = fold(state, [token])
 
 
+async def says(rig: Rig, prompt: list[int], sampling: Sampling, tokens: int = 0) -> tuple[asyncio.Task[None], list[Any]]:
+    """The first conversation. Rounds stand still from when it has said more than so many tokens: whoever comes next meets it
+    there, however slow clients are."""
+    old = start(rig, prompt, sampling)
+    await every_turn(rig, lambda: any(c.id == 1 and len(c.generated) > tokens for c in rig.loop.book))
+    return old
+
+
+async def comes(rig: Rig) -> None:
+    """The second conversation is there, and rounds go on."""
+    await rig.until(lambda: any(c.id == 2 for c in rig.loop.book), "the second does not come")
+    rig.gates(True)
+
+
 # ---- parking --------------------------------------------------------------------------------------------------------
 
 
 async def test_the_youngest_is_parked_and_both_finish_as_if_alone() -> None:
     async with Rig(2, lanes=2, context=1024, pages=12) as rig:
         await rig.client.wait_ready(10)
-        old, old_events = start(rig, PROMPT, longer(600))
-        await rig.until(lambda: chunks(old_events), "the first does not run")
+        old, old_events = await says(rig, PROMPT, longer(600))
         young, young_events = start(rig, PROMPT[:70], longer(600))
+        await comes(rig)
         await asyncio.gather(old, young)
         assert chunks(old_events) == reply(PROMPT, 600)
         assert chunks(young_events) == reply(PROMPT[:70], 600)
@@ -115,10 +129,11 @@ async def test_a_score_that_is_parked_goes_on_without_telling_a_row_again() -> N
         for worker in rig.workers:
             worker.pause = 0.002
         await rig.client.wait_ready(10)
-        old, events = start(rig, PROMPT, longer(800))
-        await rig.until(lambda: len(chunks(events)) > 100, "the first does not run")
+        old, events = await says(rig, PROMPT, longer(800), 100)
         prompt = [i * 5 % 240 for i in range(400)]
+        coming = asyncio.create_task(comes(rig))
         scored = [event async for event in rig.client.score(prompt, decode_from=150)]
+        await coming
         best, at = [], 0
         for event in scored:
             if isinstance(event, router_pb2.ScoredRows):
@@ -135,11 +150,10 @@ async def test_a_replay_that_differs_ends_with_data_loss() -> None:
     async with Rig(2, lanes=2, context=1024, pages=12) as rig:
         for worker in rig.workers:
             worker.forget = True
-            worker.pause = 0.001  # or the first may be over before the second needs its pages
         await rig.client.wait_ready(10)
-        old, old_events = start(rig, PROMPT, longer(400))
-        await rig.until(lambda: chunks(old_events), "the first does not run")
+        old, old_events = await says(rig, PROMPT, longer(400))
         young, young_events = start(rig, PROMPT[:70], longer(600))
+        await comes(rig)
         with pytest.raises(ReplayError, match=r"token \d+ of the reply is \d+ when it is computed again after parking"):
             await young
         said = chunks(young_events)
@@ -157,8 +171,7 @@ async def test_a_client_that_goes_away_while_parked_frees_everything(stage: str,
         for worker in rig.workers:
             worker.pause = 0.001
         await rig.client.wait_ready(10)
-        old, old_events = start(rig, PROMPT, longer(600))
-        await rig.until(lambda: chunks(old_events), "the first does not run")
+        old, old_events = await says(rig, PROMPT, longer(600))
         client = Client(rig.router.address)
         book = rig.loop.book
         count = 0
@@ -169,6 +182,7 @@ async def test_a_client_that_goes_away_while_parked_frees_everything(stage: str,
                 count += len(chunks([event]))
 
         task = asyncio.create_task(consume())
+        await comes(rig)
         await rig.until(lambda: count, "the second does not run")
         (young,) = [c for c in book if c.id == 2]
         other = None
