@@ -141,6 +141,27 @@ def test_a_child_that_dies_is_named(tmp_path, stopping):
     assert_gone(members)
 
 
+@pytest.mark.full
+def test_clients_hear_why_a_group_ends_whose_engine_is_frozen(tmp_path, stopping):
+    process = start_up(tmp_path, "--dead-after", "3")
+    stopping(process)
+    MOMENTS["while it serves"](process, tmp_path)
+    words = said(tmp_path).split()
+    (tmp_path / "client").mkdir()
+    client = start(tmp_path / "client", "generate", "Once", "--max-tokens", "1000", "--ignore-eos", "--address",
+                   words[words.index("--address") + 1])  # fmt: skip
+    stopping(client)
+    wait_for(lambda: "conversation admitted" in said(tmp_path), process)
+    commands = {member: " ".join(member.cmdline()) for member in family(process)}
+    (engine,) = (one for one, told in commands.items() if "rank_worker.engine " in told and '"rank":1' in told)
+    engine.suspend()
+    assert client.wait(timeout=60) == 1
+    assert process.wait(timeout=60) == 1
+    for heard in (said(tmp_path / "client"), said(tmp_path)):
+        assert re.search("rank 1 was silent on channel .* for 3 s", heard)
+        assert "is stopping" not in heard
+
+
 def test_a_port_that_is_taken_is_named_before_anything_starts(tmp_path, stopping):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
