@@ -81,7 +81,7 @@ class View:
             self._ranks(told),
             Text(usage(told.kept)),
         ]
-        if told.kept.budget_bytes:
+        if not told.kept.nothing_kept:
             head.append(Text(lookups(told.kept.counts)))
         running, kept = list(told.conversations.conversations), sorted(told.kept.kept, key=lambda one: one.idle_seconds)
         left = height - len(head) - len(told.ranks.ranks) - 2 * _HEADS
@@ -134,7 +134,7 @@ def _group(told: pb.WatchResponse) -> Text:
 
 
 def _kept(entries: list[pb.KeptInfo], lines: int) -> RenderableType:
-    listed = _table("kept", "request", "mark", "owner", "tokens", "size", "hits", "last use", "")
+    listed = _table("kept", "request", "mark", "owner", "tokens", "size a rank", "hits", "last use", "")
     for entry in _fitting(entries, lines):
         listed.add_row(
             str(entry.state),

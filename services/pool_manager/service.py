@@ -24,7 +24,7 @@ from latentpool.v1 import pool_admin_pb2_grpc, pool_manager_pb2_grpc
 from latentpool.v1 import pool_manager_pb2 as pb
 from services.pool_manager.admin import Admin
 from services.pool_manager.group import Group, Member
-from services.pool_manager.kept import Rules, fixed_pages
+from services.pool_manager.kept import Rules, fixed_pages, rules_of
 from services.pool_manager.leases import Leases
 from services.pool_manager.metrics import samples
 from services.pool_manager.plan import Choice, Order, Plan, choose, decide, lane_fixed, to_proto
@@ -95,7 +95,7 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
         self._health = health.aio.HealthServicer()
         self._ticking: asyncio.Task[None] | None = None
         self._router: _Router | None = None
-        self._rules: Rules | None = None  # windows keep nothing: a lane writes its run anew
+        self._rules: Rules | str = ""
 
     # ---- Service -------------------------------------------------------------------------------------------------
 
@@ -202,14 +202,10 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
             order=settings.plan_order,
         )
         sizes = {"pages": made.pages, "stream_pages": made.stream_pages, "lanes": made.lanes}
-        if made.paged and settings.cache_bytes:
-            self._rules = Rules(
-                fixed_pages=fixed_pages(geometry, world, dtype, kv_dtype, rows),
-                page_bytes=made.ledgers[0].page_bytes,
-                budget_bytes=settings.cache_bytes,
-                keep_from=settings.keep_from,
-                carry_from=settings.carry_from,
-            )
+        fixed_of_state = fixed_pages(geometry, world, dtype, kv_dtype, rows)
+        self._rules = rules_of(made, fixed_of_state, settings.cache_bytes, settings.keep_from, settings.carry_from)
+        if isinstance(self._rules, str):
+            log.info("nothing is kept", reason=self._rules)
         log.info("planned", paged=made.paged, split=made.split, note=made.note, **sizes)
         return made
 
@@ -364,13 +360,14 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
             worker_addresses=[member.hello.address for member in group.ranks()],
             identity=group.identity,
             headroom=settings.headroom,
-            keep_from=0 if self._rules is None else settings.keep_from,
+            keep_from=self._rules.keep_from if isinstance(self._rules, Rules) else 0,
         )
         router.stream.send(pb.SessionResponse(granted=granted))
         log.info("term granted", router=hello.name, term=term, epoch=group.epoch)
 
     def _empty_books(self, plan: Plan) -> Leases:
-        return Leases(plan, self._settings.headroom, borrow=self._settings.borrow, rules=self._rules)
+        rules, why = (self._rules, "") if isinstance(self._rules, Rules) else (None, self._rules)
+        return Leases(plan, self._settings.headroom, borrow=self._settings.borrow, rules=rules, nothing_kept=why)
 
     def _check_alive(self) -> None:
         if self._group.ended is not None:
