@@ -90,12 +90,13 @@ class View:
 
     def _speeds(self, told: pb.WatchResponse) -> Text:
         entries = told.conversations.conversations
-        waiting = sum(entry.state == pb.CONVERSATION_STATE_WAITING for entry in entries)
+        idle = sum(entry.idle for entry in entries)
+        waiting = sum(entry.state == pb.CONVERSATION_STATE_WAITING and not entry.idle for entry in entries)
         keys = [(doing(entry), entry.conversation) for entry in entries]
         reading = self._rates.sum(key for key in keys if key[0] == "reading")
         replying = self._rates.sum(key for key in keys if key[0] == "replying")
         return Text(
-            f"{len(entries) - waiting:,} running, {waiting:,} waiting; "
+            f"{len(entries) - waiting - idle:,} running, {waiting:,} waiting{f', {idle:,} keeping' if idle else ''}; "
             f"reading {_per_second(reading or 0.0)}, replying {_per_second(replying or 0.0)} tokens/s"
         )
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kept_fakes import (
@@ -26,9 +24,8 @@ from kept_fakes import (
 
 from latentpool.geometry import Geometry
 from services.pool_manager import keeping
-from services.pool_manager.kept import Prompts, Rules, fixed_pages, rules_of
+from services.pool_manager.kept import Prompts, fixed_pages
 from services.pool_manager.lease import Lease, Move, Orders, Refusal, Request, Waiting
-from services.pool_manager.plan import Ledger
 
 CONFIG = Path(__file__).parents[2] / "data" / "glm-5.3-flash" / "config.json"
 
@@ -44,32 +41,6 @@ def test_fixed_pages_of_the_real_geometry(world: int, pages: int) -> None:
     width = heads * geometry.kda_head_dim
     size = len(geometry.kda_layers) * (width * geometry.kda_head_dim * 4 + 3 * 3 * width * 2)
     assert fixed_pages(geometry, world, "bf16", "bf16", 512) == -(-size // (512 * 12_288)) == pages
-
-
-def test_what_a_group_can_keep() -> None:
-    """Windows of 8 pages of 128 rows; a page is 1 KiB, and a state of 256 tokens takes 3 + 2 pages."""
-    plan = keepers(2, 20).plan
-    plan = replace(plan, ledgers=(Ledger(0, 0, 1024, 0, 0, 0, 0),) * 2)
-    assert rules_of(plan, 3, 5 << 10, 256, 512) == Rules(3, 1024, 5 << 10, 256, 512)
-    assert isinstance(rules_of(replace(plan, pages=10), 3, 5 << 10, 256, 512), Rules)
-    assert isinstance(rules_of(plan, 3, 1 << 30, 1024, 512), Rules)
-
-
-@pytest.mark.parametrize(
-    ("changed", "arguments", "why"),
-    [
-        ({"paged": False}, {}, "its lanes are windows (--kv-pages off, or auto on one rank); --kv-pages on keeps prompts"),
-        ({}, {"cache_bytes": 0}, "it was started with --cache 0"),
-        ({}, {"keep_from": 1088}, "--keep-from 1088 is more than the 1024 tokens of the longest conversation (--context)"),
-        ({}, {"cache_bytes": (5 << 10) - 1}, "a state takes 5.00 KiB a rank at least, 5 pages, and --cache is 5.00 KiB"),
-        ({}, {"cache_bytes": 4 << 10}, "a state takes 5.00 KiB a rank at least, 5 pages, and --cache is 4.00 KiB"),
-        ({"pages": 8}, {}, "a state takes 5.00 KiB a rank at least, 5 pages, and the pool has 4 a rank"),
-    ],
-)
-def test_why_a_group_keeps_nothing(changed: dict[str, Any], arguments: dict[str, int], why: str) -> None:
-    plan = replace(keepers(2, 20).plan, ledgers=(Ledger(0, 0, 1024, 0, 0, 0, 0),) * 2, **changed)
-    sizes = {"cache_bytes": 16 << 10, "keep_from": 256, "carry_from": 512}
-    assert rules_of(plan, 3, **(sizes | arguments)) == why
 
 
 # ---- keeping -------------------------------------------------------------------------------------------------------
@@ -111,21 +82,6 @@ def test_no_conversation_no_blocks_no_cache() -> None:
     assert refused(leases, 1, 2).startswith("128 tokens are not whole blocks")
     leases.rules, leases.nothing_kept = None, "it was started with --cache 0"
     assert refused(leases, 1, 2) == leases.kept.last_refusal == "this group keeps nothing: it was started with --cache 0"
-
-
-def test_a_state_that_alone_is_over_the_budget_is_refused_as_that() -> None:
-    leases = keepers(2, 20, budget=3)
-    begun(leases, 1, "abcdefghij")
-    assert refused(leases, 1, 10) == "a state of 640 tokens takes 60 B a rank, and --cache is 30 B"
-    kept(leases, 1, 4)
-    begun(leases, 2, "ABCDEFGHIJ")
-    assert refused(leases, 2, 10) == "a state of 640 tokens takes 60 B a rank, and --cache is 30 B"
-
-
-def test_where_conversations_hold_every_page_nothing_else_is_blamed() -> None:
-    leases = keepers(1, 4, fixed=2)
-    begun(leases, 1, "abcde")
-    assert refused(leases, 1, 4) == "no page is free for it: conversations hold them, and 2 of each rank are needed"
 
 
 def test_one_state_of_the_same_tokens_is_enough_unless_it_is_on_its_way_out() -> None:
