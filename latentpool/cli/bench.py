@@ -24,7 +24,6 @@ from latentpool.cli.services import served_kv_cache
 from latentpool.client import Client
 from latentpool.config import Settings
 from latentpool.errors import ConfigError
-from latentpool.geometry import Geometry
 
 _GROUP = (
     "ranks",
@@ -114,7 +113,6 @@ async def _temporary(settings: Settings, model: Path, workload: Workload, second
     from latentpool.cli.group import LocalGroup
     from services.rank_worker.memory import default_budget
 
-    Geometry.from_file(model).check_world(settings.ranks)
     stated = {name: getattr(settings, name) for name in _GROUP if name != "ranks"}
     stated["kv_cache"] = served_kv_cache(settings)
     memory = settings.memory or default_budget() // settings.ranks

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from latentpool.cli import services
 from latentpool.cli.calls import until_serving
+from latentpool.cli.checks import check_group
 from latentpool.cli.log_lines import readable
 from latentpool.cli.options import takes
 from latentpool.cli.supervisor import FAREWELL, Group, Log
@@ -58,13 +59,18 @@ def checked(settings: Settings, console: Console) -> Settings:
     """What can be refused before anything is started, and each rank's memory. Raises SetupError."""
     assert settings.model is not None
     geometry = Geometry.from_file(settings.model)
-    geometry.check_world(settings.ranks)
-    services.served_kv_cache(settings)
-    _ = settings.secret
     if geometry.draft_layers and settings.drafts:
         console.print("note: the draft layer is not run yet; serving as with --no-drafts", highlight=False)
     memory = settings.memory or default_budget() // settings.ranks
-    return replace(settings, model=settings.model.resolve(), memory=memory)
+    settings = replace(settings, model=settings.model.resolve(), memory=memory, manager=settings.manager_bind)
+    manager = services.manager_settings(settings)
+    workers = [services.worker_settings(replace(settings, rank=rank)) for rank in range(settings.ranks)]
+    check_group(geometry, manager, workers[0])
+    manager.check()
+    for worker in workers:
+        worker.check()
+    services.router_settings(settings).check()
+    return settings
 
 
 async def run_group(settings: Settings, console: Console, log: Log, work: Callable[[Group], Awaitable[None]]) -> bool:

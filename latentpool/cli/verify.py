@@ -99,7 +99,6 @@ async def _temporary(settings: Settings, model: Path, expected: reference.Expect
     from latentpool.cli.group import LocalGroup
 
     geometry = Geometry.from_file(model)
-    geometry.check_world(settings.ranks)
     longest = reference.longest(expected)
     context = settings.context or min(geometry.max_context, -(-(longest + 1) // 64) * 64)
     group = LocalGroup(

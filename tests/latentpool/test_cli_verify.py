@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from latentpool.cli.app import app
+from services.rank_worker.front import RankWorker
 
 ORACLE = Path(__file__).parents[1] / "data" / "oracle"
 full = pytest.mark.full
@@ -115,7 +116,12 @@ def test_more_ranks_than_heads_is_refused():
     assert result.stderr == "latentpool: 5 ranks is more than num_attention_heads = 4: serve with --ranks 4 or fewer\n"
 
 
-def test_what_is_not_served_is_refused_by_name():
+def test_what_is_not_served_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(RankWorker, "start", lambda _: pytest.fail("a worker is started"))
+    result = verify("tiny", 2, "--staging-rows", "64")
+    assert (result.exit_code, result.stderr) == (
+        2, "latentpool: --staging-rows 64: the longest selections of this model need 128\n"
+    )  # fmt: skip
     result = verify("tiny", 1, "--split", "on")
     assert result.exit_code == 2
     assert "--split on --ranks 1: one rank keeps every row anyway" in result.stderr
