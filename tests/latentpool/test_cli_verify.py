@@ -110,6 +110,18 @@ def test_a_difference_fails_and_is_named(tmp_path):
     assert "absent" in result.stdout
 
 
+def test_data_of_another_checkpoint_is_called_that(monkeypatch):
+    result = verify("tiny", 1, expected=ORACLE / "long_kpool16" / "expected.safetensors", transport="inproc")
+    assert result.exit_code == 1
+    assert result.stdout.endswith("FAILED: most rows differ altogether: was it made by another checkpoint?\n")
+    monkeypatch.setattr(RankWorker, "start", lambda _: pytest.fail("a worker is started"))
+    result = verify("tiny", 1, expected=ORACLE.parent / "demo" / "expected.safetensors")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "latentpool: --expected was made by another checkpoint: its len56.logits are of 2048 tokens"
+    )
+
+
 def test_more_ranks_than_heads_is_refused():
     result = verify("tiny", 5)
     assert result.exit_code == 1
