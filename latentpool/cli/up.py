@@ -59,8 +59,6 @@ def checked(settings: Settings, console: Console) -> Settings:
     """What can be refused before anything is started, and each rank's memory. Raises SetupError."""
     assert settings.model is not None
     geometry = Geometry.from_file(settings.model)
-    if geometry.draft_layers and settings.drafts:
-        console.print("note: the draft layer is not run yet; serving as with --no-drafts", highlight=False)
     memory = settings.memory or default_budget() // settings.ranks
     settings = replace(settings, model=settings.model.resolve(), memory=memory, manager=settings.manager_bind)
     manager = services.manager_settings(settings)
@@ -70,6 +68,8 @@ def checked(settings: Settings, console: Console) -> Settings:
     for worker in workers:
         worker.check()
     services.router_settings(settings).check()
+    if geometry.draft_layers and settings.drafts:
+        console.print("note: the draft layer is not run yet; serving as with --no-drafts", highlight=False)
     return settings
 
 

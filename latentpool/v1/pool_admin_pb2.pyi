@@ -600,13 +600,16 @@ class ListKeptResponse(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     NOTHING_KEPT_FIELD_NUMBER: _builtins.int
     LAST_REFUSAL_FIELD_NUMBER: _builtins.int
+    KEEP_FROM_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
-    """Bytes a rank that kept states take and may take."""
+    """Bytes a rank that kept states take, and may take: the budget, or the pool where that is less."""
     budget_bytes: _builtins.int
     nothing_kept: _builtins.str
     """Why no prompt is ever kept in this group; empty where some are."""
     last_refusal: _builtins.str
     """Why the last state was not kept that was asked for; empty where none was refused."""
+    keep_from: _builtins.int
+    """Tokens of the shortest prompt that is kept."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptInfo]: ...
     @_builtins.property
@@ -620,10 +623,11 @@ class ListKeptResponse(_message.Message):
         counts: Global___KeptCounts | None = ...,
         nothing_kept: _builtins.str = ...,
         last_refusal: _builtins.str = ...,
+        keep_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "bytes", b"bytes", "counts", b"counts", "kept", b"kept", "last_refusal", b"last_refusal", "nothing_kept", b"nothing_kept"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "bytes", b"bytes", "counts", b"counts", "keep_from", b"keep_from", "kept", b"kept", "last_refusal", b"last_refusal", "nothing_kept", b"nothing_kept"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -65,13 +65,14 @@ def test_a_state_a_line_then_what_they_were_good_for(manager):
 
 
 def test_an_empty_list_and_a_group_that_keeps_nothing(manager):
-    manager.replies["kept"] = listed(bytes=0, counts=pb.KeptCounts())
-    assert run("kept").stdout.startswith("0 kept prompts: 0 B of 16.00 GiB a rank\n")
+    manager.replies["kept"] = listed(bytes=0, counts=pb.KeptCounts(), keep_from=4096)
+    short = "prompts of fewer tokens than --keep-from 4096 are not kept"
+    assert run("kept").stdout.startswith(f"0 kept prompts: 0 B of 16.00 GiB a rank; {short}\n")
     assert "last refused" not in run("kept").stdout
     manager.replies["kept"] = listed(last_refusal="64 tokens are fewer than --keep-from 128")
     assert run("kept").stdout.endswith("by hand\nlast refused: 64 tokens are fewer than --keep-from 128\n")
     manager.replies["kept"] = pb.ListKeptResponse(nothing_kept=WHY)
-    assert run("kept").stdout.startswith(f"nothing is kept: {WHY}\n")
+    assert run("kept").stdout == f"nothing is kept: {WHY}\n"
 
 
 def test_evicting_says_what_went(manager):

@@ -55,7 +55,8 @@ async def rows(admin: Any) -> list[admin_pb.KeptInfo]:
 
 
 async def test_a_prompt_is_kept_and_the_next_one_goes_on_from_it(place: MakePlace) -> None:
-    _, router, admin = await keepers(place)
+    here, router, admin = await keepers(place)
+    assert here.manager.leases is not None
     first = await admit(router, 1, "abcdefghij")
     assert (first.HasField("resume"), first.shared_prefix, list(first.pages)) == (False, 0, [0, 2, 4])
     answer = await keep(router, 1, 10)
@@ -73,7 +74,9 @@ async def test_a_prompt_is_kept_and_the_next_one_goes_on_from_it(place: MakePlac
     await router.say(answered=pb.Answered(seq=3))
     await settled(router)
     listed = await admin.ListKept(admin_pb.ListKeptRequest())
-    assert (listed.kept[0].pinned, listed.bytes, listed.budget_bytes) == (False, (2 + FIXED) * OWNED_PAGE, 16 << 30)
+    pool = here.manager.leases.plan.pages // 2 * OWNED_PAGE  # smaller than the budget
+    assert (listed.kept[0].pinned, listed.bytes, listed.budget_bytes) == (False, (2 + FIXED) * OWNED_PAGE, pool)
+    assert listed.keep_from == 64
     counts = listed.counts
     assert (counts.hits, counts.hit_tokens, counts.misses_unknown, counts.kept) == (1, 640, 1, 1)
 
