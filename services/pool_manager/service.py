@@ -17,17 +17,18 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from latentpool import handshake, net
-from latentpool.errors import ConfigError, HandshakeError, LatentPoolError
+from latentpool.errors import ConfigError, HandshakeError, LatentPoolError, SetupError
 from latentpool.geometry import MAX_WORLD, Geometry
 from latentpool.metrics import Sample
 from latentpool.v1 import pool_admin_pb2_grpc, pool_manager_pb2_grpc
 from latentpool.v1 import pool_manager_pb2 as pb
 from services.pool_manager.admin import Admin
+from services.pool_manager.agreement import geometry_of
 from services.pool_manager.group import Group, Member
 from services.pool_manager.kept import Rules, fixed_pages, rules_of
 from services.pool_manager.leases import Leases
 from services.pool_manager.metrics import samples
-from services.pool_manager.plan import Choice, Order, Plan, choose, decide, lane_fixed, to_proto
+from services.pool_manager.plan import Choice, Order, Plan, check_context, choose, decide, lane_fixed, to_proto
 from services.pool_manager.session import Session
 from services.pool_manager.state import State
 from services.pool_manager.stream import GroupOverError, Stream, UnprovenError, greet, until_end
@@ -178,10 +179,18 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
 
     # ---- the group ---------------------------------------------------------------------------------------------
 
+    def _check_model(self, geometry: Geometry) -> None:
+        """Ends a group that cannot serve this model before its workers load it."""
+        try:
+            geometry.check_world(self._settings.world)
+            if self._settings.context is not None:
+                check_context(self._settings.context, geometry)
+        except SetupError as error:
+            self._group.end(error)
+
     def _plan(self, geometry: Geometry, identity: pb.Identity, room: list[int]) -> Plan:
         """Workers report room after the first lane's fixed part, and do not know of windows: their slack is taken here."""
         settings, world = self._settings, self._settings.world
-        geometry.check_world(world)
         mode, _ = decide(settings.kv_pages, settings.split, world)
         context = geometry.max_context if settings.context is None else settings.context
         dtype, kv_dtype, rows = identity.dtype, identity.kv_dtype, identity.page_rows
@@ -274,6 +283,8 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
         member = self._group.join(hello, stream, asyncio.get_running_loop().time())
         mac = handshake.prove(self._settings.secret, "manager", hello.nonce, challenge)
         stream.send(pb.JoinResponse(welcome=pb.Welcome(mac=mac, epoch=self._group.epoch)))
+        if member is self._group.first:
+            self._check_model(geometry_of(hello.identity))
         return member
 
     def _from_worker(self, member: Member, message: pb.JoinRequest) -> None:
