@@ -24,7 +24,6 @@ from latentpool.cli.services import served_kv_cache
 from latentpool.client import Client
 from latentpool.config import Settings
 from latentpool.errors import ConfigError
-from latentpool.geometry import Geometry
 
 _GROUP = (
     "ranks",
@@ -79,9 +78,9 @@ def bench(
     latentpool bench --rate 2.5 --seconds 120 --prompt-tokens 1000 --reply-tokens 200 --json load.json
     latentpool bench --model DIR --ranks 2 --parallel 4
 
-    Lengths are log-normal. Replies run to their drawn length, whatever the model says. Times count from when a request was
-    due. Ctrl-C ends the load early and reports what there is. A temporary group shares this process with the load, which
-    costs it a little.
+    Lengths are log-normal, cut to the group's context where they are longer. Replies run to their drawn length, whatever the
+    model says. Times count from when a request was due. Ctrl-C ends the load early and reports what there is. A temporary
+    group shares this process with the load, which costs it a little.
     """
     if rate is not None and concurrency is not None:
         raise ConfigError("--rate is an open loop and --concurrency a closed one: give one of them")
@@ -114,7 +113,6 @@ async def _temporary(settings: Settings, model: Path, workload: Workload, second
     from latentpool.cli.group import LocalGroup
     from services.rank_worker.memory import default_budget
 
-    Geometry.from_file(model).check_world(settings.ranks)
     stated = {name: getattr(settings, name) for name in _GROUP if name != "ranks"}
     stated["kv_cache"] = served_kv_cache(settings)
     memory = settings.memory or default_budget() // settings.ranks
@@ -173,7 +171,8 @@ def picture(results: dict[str, Any]) -> Group:
         times = results[key]
         cells = [f"{times[name] * scale:,.2f}" if times else "-" for name in ("p50", "p90", "p99", "max")]
         table.add_row(label, *cells, unit)
-    return Group(table, Text("\n".join(_totals(results))), *(Text(line, "red") for line in _errors(results)))
+    notes = [Text(line, "yellow") for line in _notes(results)]
+    return Group(table, Text("\n".join(_totals(results))), *notes, *(Text(line, "red") for line in _errors(results)))
 
 
 def _totals(results: dict[str, Any]) -> list[str]:
@@ -186,6 +185,14 @@ def _totals(results: dict[str, Any]) -> list[str]:
         f"{results['prompt_tokens']:,} prompt tokens, {results['reply_tokens']:,} reply tokens: "
         f"{results['reply_tokens_per_second']:,.1f} reply tokens a second",
     ]
+
+
+def _notes(results: dict[str, Any]) -> list[str]:
+    cut, sent = results["requests"]["cut_to_context"], results["requests"]["sent"]
+    if not cut:
+        return []
+    drawn = f"{cut:,} of {sent:,} requests were drawn longer than the group's context and cut to it"
+    return [f"note: {drawn}: see --prompt-tokens, --reply-tokens and --spread"]
 
 
 def _errors(results: dict[str, Any]) -> list[str]:

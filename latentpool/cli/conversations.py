@@ -11,6 +11,8 @@ from latentpool.cli.calls import as_json, ask_manager
 from latentpool.cli.options import Json, takes
 from latentpool.cli.tables import ago, count, show, table
 from latentpool.config import Settings
+from latentpool.errors import ConfigError
+from latentpool.geometry import MAX_WORLD
 from latentpool.v1 import pool_admin_pb2 as pb
 
 _STATES = {
@@ -21,7 +23,13 @@ _STATES = {
     pb.CONVERSATION_STATE_FILLING: "filling",
     pb.CONVERSATION_STATE_DECODING: "decoding",
 }
-_KEEPING = (pb.CONVERSATION_STATE_RUNNING, pb.CONVERSATION_STATE_FILLING, pb.CONVERSATION_STATE_DECODING)
+_IDLE = {
+    pb.CONVERSATION_STATE_WAITING: "waiting to keep",
+    pb.CONVERSATION_STATE_RUNNING: "keeping",
+    pb.CONVERSATION_STATE_FILLING: "keeping",
+    pb.CONVERSATION_STATE_DECODING: "keeping",
+    pb.CONVERSATION_STATE_PARKING: "giving way",
+}
 
 
 @takes("manager")
@@ -34,11 +42,17 @@ def conversations(settings: Settings, json: Json = False) -> None:
 
     \b
     waiting             for a lane or for pages
+    running             it has both; what it does is known in a moment
     filling 40%         its prompt is computed; "cached" tokens were resumed
     decoding            it replies
     carrying to rank 1  its rows move to another owner
     parking             it gives its pages to others, and comes back
-    keeping 40%         a reply is computed again to be kept; others go first
+
+    \b
+    Idle work: a reply that has ended is computed again, to be kept.
+    waiting to keep     for pages
+    keeping 40%         nobody else wants its lane or its pages
+    giving way          somebody does: it ends, and nobody misses it
     """
     listed = ask_manager(settings, lambda client: client.list_conversations())
     if json:
@@ -71,7 +85,7 @@ def conversations(settings: Settings, json: Json = False) -> None:
 
 def state(entry: pb.ConversationInfo) -> str:
     """What it does, in a word or three: "filling 40%"."""
-    word = "keeping" if entry.idle and entry.state in _KEEPING else _STATES.get(entry.state, "unknown")
+    word = (entry.idle and _IDLE.get(entry.state)) or _STATES.get(entry.state, "unknown")
     if entry.HasField("carried_to"):
         return f"{word} to rank {entry.carried_to}"
     if word in ("filling", "keeping") and entry.prompt_tokens:
@@ -93,7 +107,7 @@ def carry(
     ],
     to: Annotated[
         int | None,
-        typer.Option("--to", metavar="RANK", min=0, max=7, help="The new owner; by default the rank with most free pages."),
+        typer.Option("--to", metavar="RANK", help="The new owner; by default the rank with most free pages."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -103,6 +117,8 @@ def carry(
     latentpool carry 7
     latentpool carry 7 --to 1 --json
     """
+    if to is not None and not 0 <= to < 1 << 32:  # within that the pool manager says which ranks there are
+        raise ConfigError(f"--to {to}: a rank is a number from 0 to {MAX_WORLD - 1}")
     reply = ask_manager(settings, lambda client: client.carry(conversation, to))
     if json:
         print(as_json(reply))

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from latentpool.cli.calls import until_serving
+from latentpool.cli.checks import check_group
 from latentpool.client import Client
 from latentpool.config import Switch
 from latentpool.errors import EpochError, LatentPoolError
+from latentpool.geometry import Geometry
 from latentpool.service import Service
 from services.pool_manager.service import PoolManager, PoolManagerSettings
 from services.rank_worker.engine_link import ENGINE_MODULE
@@ -23,7 +25,8 @@ from services.router.service import Router, RouterSettings
 class LocalGroup:
     """`async with LocalGroup(model, 2) as group: group.client...`: entered when it serves, left when nothing of it is left.
 
-    Addresses are free ports of the loopback. Entering raises what a service ended with (SetupError, EpochError).
+    Addresses are free ports of the loopback. Making one raises SetupError for what can be refused before anything starts,
+    entering it raises what a service ended with (SetupError, EpochError).
     """
 
     def __init__(
@@ -53,21 +56,20 @@ class LocalGroup:
         engines: Mapping[int, str] | None = None,
     ) -> None:
         """`engines`: ranks whose engine is another module than the product's, for tests of faults."""
-        self.manager = PoolManager(
-            PoolManagerSettings(
-                world=world,
-                context=context,
-                parallel=parallel,
-                kv_pages=kv_pages,
-                split=split,
-                borrow=borrow,
-                headroom=headroom,
-                cache_bytes=cache_bytes,
-                keep_from=keep_from,
-                carry_from=carry_from,
-                secret=secret,
-            )
+        manager = PoolManagerSettings(
+            world=world,
+            context=context,
+            parallel=parallel,
+            kv_pages=kv_pages,
+            split=split,
+            borrow=borrow,
+            headroom=headroom,
+            cache_bytes=cache_bytes,
+            keep_from=keep_from,
+            carry_from=carry_from,
+            secret=secret,
         )
+        self.manager = PoolManager(manager)
         self._worker_settings = [
             RankWorkerSettings(
                 model=model,
@@ -86,6 +88,7 @@ class LocalGroup:
             )
             for rank in range(world)
         ]
+        check_group(Geometry.from_file(model), manager, self._worker_settings[0])
         self._hub = Hub(world) if transport == "inproc" else None
         self._engines = engines or {}
         self._router_settings = RouterSettings(

@@ -57,11 +57,18 @@ def kept(
         return
     console = Console()
     if reply.kept:
-        listed = table("state", "tokens", "mark", "owner", "pages", "size", "last use", "age", "hits", "", "request")
+        listed = table(
+            "state", "tokens", "mark", "owner", "pages a rank", "size a rank", "last use", "age", "hits", "", "request"
+        )
         for entry in reply.kept:
             listed.add_row(*row(entry))
         show(console, listed)
-    for line in (usage(reply), lookups(reply.counts), evictions(reply.counts)):
+    lines = [usage(reply)]
+    if not reply.nothing_kept:
+        lines += [lookups(reply.counts), evictions(reply.counts)]
+    if reply.last_refusal:
+        lines.append(f"last refused: {reply.last_refusal}")
+    for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -84,11 +91,12 @@ def row(entry: pb.KeptInfo) -> tuple[str, ...]:
 
 
 def usage(reply: pb.ListKeptResponse) -> str:
-    """ "3 kept prompts: 1.20 GiB of 16.00 GiB a rank"."""
-    if not reply.budget_bytes:
-        return "nothing is kept: the group has no room for it, or was started with --cache 0"
+    """ "3 kept prompts: 1.20 GiB of 16.00 GiB a rank"; where there are none, what is too short."""
+    if reply.nothing_kept:
+        return f"nothing is kept: {reply.nothing_kept}"
     room = f"{format_bytes(reply.bytes)} of {format_bytes(reply.budget_bytes)} a rank"
-    return f"{count(len(reply.kept), 'kept prompt')}: {room}"
+    short = "" if reply.kept else f"; prompts of fewer tokens than --keep-from {reply.keep_from} are not kept"
+    return f"{count(len(reply.kept), 'kept prompt')}: {room}{short}"
 
 
 def lookups(counts: pb.KeptCounts) -> str:

@@ -49,6 +49,8 @@ class Request:
     """Seconds after the start of the load at which it is due; 0 in a closed loop."""
     prompt: list[int]
     sampling: Sampling
+    cut: bool = False
+    """Whether the lengths that were drawn are longer than a conversation may be."""
 
 
 @dataclass(slots=True)
@@ -65,17 +67,20 @@ class Trace:
     parked: int = 0
     carried: int = 0
     error: str = ""
+    cut: bool = False
+    """Whether its lengths were cut to the context."""
 
 
 def draw(workload: Workload, vocab: int, context: int) -> Iterator[Request]:
     """The requests in order of arrival; equal arguments give equal requests. Token ids are of the lower half of the
     vocabulary, where no special tokens lie."""
-    arrival = 0.0
+    arrival, medians = 0.0, (workload.prompt_tokens, workload.reply_tokens)
     for index in range(workload.requests):
         generator = np.random.Generator(np.random.Philox(key=[workload.seed, index]))
         factors = np.exp(workload.spread * generator.standard_normal(2))
-        prompt = int(np.clip(round(workload.prompt_tokens * factors[0]), 1, context - 1))
-        reply = int(np.clip(round(workload.reply_tokens * factors[1]), 1, context - prompt))
+        wanted = [max(1, round(median * factor)) for median, factor in zip(medians, factors, strict=True)]
+        prompt = min(wanted[0], context - 1)
+        reply = min(wanted[1], context - prompt)
         ids = generator.integers(0, max(vocab // 2, 1), prompt).tolist()
         if workload.rate is not None:
             arrival += generator.exponential(1.0 / workload.rate)
@@ -83,6 +88,7 @@ def draw(workload: Workload, vocab: int, context: int) -> Iterator[Request]:
             arrival=arrival,
             prompt=ids,
             sampling=Sampling(temperature=workload.temperature, seed=index, max_tokens=reply, ignore_eos=True),
+            cut=sum(wanted) > context,
         )
 
 
@@ -132,7 +138,7 @@ class Load:
                 group.create_task(one_by_one())
 
     async def _send(self, request: Request, due: float) -> None:
-        trace = Trace(due, len(request.prompt))
+        trace = Trace(due, len(request.prompt), cut=request.cut)
         self.traces.append(trace)
         try:
             async with aclosing(self._client.generate(request.prompt, request.sampling)) as events:
@@ -180,6 +186,7 @@ def summary(traces: Sequence[Trace], seconds: float) -> dict[str, Any]:
             "failed": len(failed),
             "unfinished": len(traces) - len(done) - len(failed),
             "parked": sum(trace.parked > 0 for trace in traces),
+            "cut_to_context": sum(trace.cut for trace in traces),
         },
         "times_parked": sum(trace.parked for trace in traces),
         "times_carried": sum(trace.carried for trace in traces),

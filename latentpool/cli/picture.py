@@ -72,12 +72,12 @@ def picture(reply: pb.ListPagesResponse) -> Text:
 
 
 def headline(reply: pb.ListPagesResponse) -> Text:
-    """The pool in a line: its size, and what is free, reserved, kept and shared of it."""
+    """The pool in a line: its size, what all its pages are, and how many conversations may map."""
     rows = format_tokens(reply.pages * reply.page_rows)
-    text = f"{reply.pages:,} pages of {reply.page_rows} rows ({rows} tokens): {reply.free:,} free, {reply.reserved:,} reserved"
     cells = [cell for held in residues_of(reply).values() for cell in held]
-    kept, shared = sum(cell.kept for cell in cells), sum(cell.look == "shared" for cell in cells)
-    return Text(text + (f", {kept:,} kept" if kept else "") + (f", {shared:,} shared" if shared else ""))
+    return Text(
+        f"{reply.pages:,} pages of {reply.page_rows} rows ({rows} tokens): {totals(cells)}; {reply.reserved:,} reserved"
+    )
 
 
 def residues_of(reply: pb.ListPagesResponse) -> dict[int | None, list[Cell]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -14,6 +14,11 @@ from latentpool.cli.options import takes
 from latentpool.config import Settings
 from latentpool.errors import ConfigError
 from latentpool.service import Service, run
+
+if TYPE_CHECKING:  # each command loads its own
+    from services.pool_manager.service import PoolManagerSettings
+    from services.rank_worker.front import RankWorkerSettings
+    from services.router.service import RouterSettings
 
 ROUTER = (
     "manager",
@@ -79,25 +84,10 @@ def router(settings: Settings) -> None:
 
     --model is where its tokenizer.json is read; without one the router takes token ids only.
     """
-    from services.router.service import Router, RouterSettings
+    from services.router.service import Router
 
     logs.configure(settings.log_level, service="router")
-    _run(
-        Router(
-            RouterSettings(
-                manager=settings.manager,
-                bind=settings.router_bind,
-                secret=settings.secret,
-                model=settings.model,
-                chunk_rows=settings.chunk_rows,
-                take_over=settings.take_over,
-                max_waiting=settings.max_waiting,
-                keep_replies=settings.keep_replies,
-                dead_after=settings.dead_after,
-            )
-        ),
-        settings.metrics_address("router"),
-    )
+    _run(Router(router_settings(settings)), settings.metrics_address("router"))
 
 
 @takes(*MANAGER)
@@ -108,32 +98,10 @@ def pool_manager(settings: Settings) -> None:
     latentpool pool-manager --ranks 2 --context 128k --parallel 4
     latentpool pool-manager --ranks 2 --manager-bind 10.0.0.1:7411 --secret-file /etc/latentpool/secret
     """
-    from services.pool_manager.service import PoolManager, PoolManagerSettings
+    from services.pool_manager.service import PoolManager
 
     logs.configure(settings.log_level, service="pool-manager")
-    _run(
-        PoolManager(
-            PoolManagerSettings(
-                world=settings.ranks,
-                context=settings.context,
-                parallel=settings.parallel,
-                kv_pages=settings.kv_pages,
-                split=settings.split,
-                borrow=settings.borrow,
-                cache_bytes=settings.cache,
-                keep_from=settings.keep_from,
-                carry_from=settings.carry_from,
-                plan_order=settings.plan_order,
-                secret=settings.secret,
-                bind=settings.manager_bind,
-                state_dir=settings.state_directory,
-                headroom=settings.headroom,
-                dead_after=settings.dead_after,
-                join_timeout=settings.join_timeout,
-            )
-        ),
-        settings.metrics_address("pool-manager"),
-    )
+    _run(PoolManager(manager_settings(settings)), settings.metrics_address("pool-manager"))
 
 
 @takes(*WORKER, needs=("model", "rank"))
@@ -144,35 +112,78 @@ def rank_worker(settings: Settings) -> None:
     latentpool rank-worker --model DIR --rank 0 --ranks 2 --manager 10.0.0.1:7411 --net-devices eth1 \\
                            --worker-bind 10.0.0.1:7420 --secret-file /etc/latentpool/secret
     """
-    from services.rank_worker.front import RankWorker, RankWorkerSettings
+    from services.rank_worker.front import RankWorker
+
+    worker = worker_settings(settings)
+    logs.configure(settings.log_level, service="rank-worker", rank=worker.rank)
+    _run(
+        RankWorker(worker, on_progress=_loading_bar() if sys.stderr.isatty() else None), settings.metrics_address("rank-worker")
+    )
+
+
+def router_settings(settings: Settings) -> RouterSettings:
+    from services.router.service import RouterSettings
+
+    return RouterSettings(
+        manager=settings.manager,
+        bind=settings.router_bind,
+        secret=settings.secret,
+        model=settings.model,
+        chunk_rows=settings.chunk_rows,
+        take_over=settings.take_over,
+        max_waiting=settings.max_waiting,
+        keep_replies=settings.keep_replies,
+        dead_after=settings.dead_after,
+    )
+
+
+def manager_settings(settings: Settings) -> PoolManagerSettings:
+    from services.pool_manager.service import PoolManagerSettings
+
+    return PoolManagerSettings(
+        world=settings.ranks,
+        context=settings.context,
+        parallel=settings.parallel,
+        kv_pages=settings.kv_pages,
+        split=settings.split,
+        borrow=settings.borrow,
+        cache_bytes=settings.cache,
+        keep_from=settings.keep_from,
+        carry_from=settings.carry_from,
+        plan_order=settings.plan_order,
+        secret=settings.secret,
+        bind=settings.manager_bind,
+        state_dir=settings.state_directory,
+        headroom=settings.headroom,
+        dead_after=settings.dead_after,
+        join_timeout=settings.join_timeout,
+    )
+
+
+def worker_settings(settings: Settings) -> RankWorkerSettings:
+    """Of one that has a model and a rank. Raises ConfigError for a cache dtype that is not served."""
+    from services.rank_worker.front import RankWorkerSettings
 
     assert settings.model is not None
     assert settings.rank is not None
-    logs.configure(settings.log_level, service="rank-worker", rank=settings.rank)
-    _run(
-        RankWorker(
-            RankWorkerSettings(
-                model=settings.model,
-                rank=settings.rank,
-                world=settings.ranks,
-                manager=settings.manager,
-                bind=settings.worker_address(settings.rank),
-                advertise=settings.advertise,
-                secret=settings.secret,
-                dtype=settings.dtype,
-                kv_cache=served_kv_cache(settings),
-                memory_bytes=settings.memory,
-                page_rows=settings.page_rows,
-                chunk_rows=settings.chunk_rows,
-                staging_rows=settings.staging_rows,
-                audit=settings.audit,
-                transport="ucx",
-                net_devices=settings.net_devices,
-                dead_after=settings.dead_after,
-            ),
-            on_progress=_loading_bar() if sys.stderr.isatty() else None,
-        ),
-        settings.metrics_address("rank-worker"),
+    return RankWorkerSettings(
+        model=settings.model,
+        rank=settings.rank,
+        world=settings.ranks,
+        manager=settings.manager,
+        bind=settings.worker_address(settings.rank),
+        advertise=settings.advertise,
+        secret=settings.secret,
+        dtype=settings.dtype,
+        kv_cache=served_kv_cache(settings),
+        memory_bytes=settings.memory,
+        page_rows=settings.page_rows,
+        chunk_rows=settings.chunk_rows,
+        staging_rows=settings.staging_rows,
+        audit=settings.audit,
+        transport="ucx",
+        net_devices=settings.net_devices,
+        dead_after=settings.dead_after,
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from latentpool import config
 from latentpool.cli import services
+from latentpool.cli.log_lines import last_words
 from latentpool.config import Settings
 from latentpool.errors import ConfigError, EpochError, SetupError
 
@@ -23,8 +24,11 @@ _PR_SET_PDEATHSIG = 1
 _GRACE = 10.0
 """Seconds that a child has to stop after SIGTERM, before it is killed."""
 
-_PREFIX = "latentpool: "
-"""What every command begins its error with."""
+FAREWELL = 5.0
+"""Seconds in which the router of a group that ends learns why from the pool manager, tells its clients, and ends by itself."""
+
+_FOLLOW = 0.5
+"""Seconds in which processes that end for the same reason have ended too."""
 
 Log = Callable[[str, str], None]
 """Takes a child's name and a line of its stderr."""
@@ -74,13 +78,11 @@ class Child:
         code = await self.process.wait()
         # An engine that outlives its front would hold the pipe open.
         await asyncio.wait({self.reader}, timeout=1.0)
-        lines = list(self.lines)
-        last_words = [at for at, line in enumerate(lines) if line.startswith(_PREFIX)]
-        if last_words:  # an error may list many things, a line each
-            return "\n".join(lines[last_words[-1] :]).removeprefix(_PREFIX)
+        error, last = last_words(list(self.lines))
+        if error:
+            return error
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        last = f"; its last line: {lines[-1]}" if lines else ""
-        return f"ended ({how}){last}"
+        return f"ended ({how})" + (f"; its last words: {last}" if last else "")
 
     async def stop(self) -> None:
         """Asks the process to stop, then kills its process group. Returns when it is gone."""
@@ -108,10 +110,12 @@ class Child:
 
 
 class Group:
-    """Pool manager, workers and router of one group. `settings` has real ports once `start` was called."""
+    """Pool manager, workers and router of one group. `settings` has real ports once `start` was called; `serving` is set by
+    who has seen that the router serves."""
 
     def __init__(self, settings: Settings, log: Log) -> None:
         self.settings = settings
+        self.serving = asyncio.Event()
         self._log = log
         self.children: list[Child] = []
 
@@ -146,22 +150,23 @@ class Group:
         raise SetupError(f"{child.name}: {await child.ended()}")
 
     async def failed(self) -> EpochError:
-        """Waits until any process ends by itself; which one, and why."""
-        tasks = {asyncio.create_task(child.ended()): child for child in self.children if child.process is not None}
+        """Waits until any process ends by itself; which ones do then, and why, the first to end first. While the group serves,
+        the router gets the time to tell its clients."""
+        reasons: list[tuple[str, str]] = []
+
+        async def follow(child: Child) -> None:
+            reasons.append((child.name, await child.ended()))
+
+        tasks = {child.name: asyncio.create_task(follow(child)) for child in self.children if child.process is not None}
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # When one service fails others follow within moments, often for the same reason.
-            await asyncio.wait(tasks, timeout=0.5)
-            names: dict[str, list[str]] = {}
-            for task, child in tasks.items():
-                if task.done():
-                    names.setdefault(task.result(), []).append(child.name)
+            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+            if self.serving.is_set():
+                await asyncio.wait({tasks["router"]}, timeout=FAREWELL)
+            await asyncio.wait(tasks.values(), timeout=_FOLLOW)
         finally:
-            for task in tasks:
+            for task in tasks.values():
                 task.cancel()
-        told = {f"{child}: {why}" for why, who in names.items() for child in who}
-        names = {why: who for why, who in names.items() if why not in told} or names  # what another passed on is said once
-        return EpochError("\n".join(f"{', '.join(who)}: {why}" for why, who in names.items()))
+        return EpochError(_told(reasons))
 
     async def stop(self) -> None:
         """Stops router, pool manager, workers, in this order; nothing is left of them. Idempotent."""
@@ -174,6 +179,16 @@ class Group:
     def kill(self) -> None:
         for child in self.children:
             child.kill()
+
+
+def _told(reasons: list[tuple[str, str]]) -> str:
+    """A line a reason, with all who give it. What somebody passed on, perhaps with a word more, is said once."""
+    first_hand = tuple(f"{name}: {why}" for name, why in reasons)
+    names: dict[str, list[str]] = {}
+    for name, why in reasons:
+        names.setdefault(why, []).append(name)
+    names = {why: who for why, who in names.items() if not why.startswith(first_hand)} or names
+    return "\n".join(f"{', '.join(who)}: {why}" for why, who in names.items())
 
 
 def _only_flags() -> dict[str, str]:

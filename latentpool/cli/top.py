@@ -81,7 +81,7 @@ class View:
             self._ranks(told),
             Text(usage(told.kept)),
         ]
-        if told.kept.budget_bytes:
+        if not told.kept.nothing_kept:
             head.append(Text(lookups(told.kept.counts)))
         running, kept = list(told.conversations.conversations), sorted(told.kept.kept, key=lambda one: one.idle_seconds)
         left = height - len(head) - len(told.ranks.ranks) - 2 * _HEADS
@@ -90,12 +90,13 @@ class View:
 
     def _speeds(self, told: pb.WatchResponse) -> Text:
         entries = told.conversations.conversations
-        waiting = sum(entry.state == pb.CONVERSATION_STATE_WAITING for entry in entries)
+        idle = sum(entry.idle for entry in entries)
+        waiting = sum(entry.state == pb.CONVERSATION_STATE_WAITING and not entry.idle for entry in entries)
         keys = [(doing(entry), entry.conversation) for entry in entries]
         reading = self._rates.sum(key for key in keys if key[0] == "reading")
         replying = self._rates.sum(key for key in keys if key[0] == "replying")
         return Text(
-            f"{len(entries) - waiting:,} running, {waiting:,} waiting; "
+            f"{len(entries) - waiting - idle:,} running, {waiting:,} waiting{f', {idle:,} keeping' if idle else ''}; "
             f"reading {_per_second(reading or 0.0)}, replying {_per_second(replying or 0.0)} tokens/s"
         )
 
@@ -134,7 +135,7 @@ def _group(told: pb.WatchResponse) -> Text:
 
 
 def _kept(entries: list[pb.KeptInfo], lines: int) -> RenderableType:
-    listed = _table("kept", "request", "mark", "owner", "tokens", "size", "hits", "last use", "")
+    listed = _table("kept", "request", "mark", "owner", "tokens", "size a rank", "hits", "last use", "")
     for entry in _fitting(entries, lines):
         listed.add_row(
             str(entry.state),

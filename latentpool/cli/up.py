@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -17,11 +16,13 @@ from rich.text import Text
 
 from latentpool.cli import services
 from latentpool.cli.calls import until_serving
+from latentpool.cli.checks import check_group
+from latentpool.cli.log_lines import readable
 from latentpool.cli.options import takes
-from latentpool.cli.supervisor import Group, Log
+from latentpool.cli.supervisor import FAREWELL, Group, Log
 from latentpool.client import AdminClient
 from latentpool.config import Settings
-from latentpool.errors import ConfigError, LatentPoolError
+from latentpool.errors import ConfigError, EpochError, LatentPoolError
 from latentpool.geometry import Geometry
 from latentpool.units import format_tokens
 from latentpool.v1 import plan_pb2, pool_admin_pb2
@@ -30,6 +31,8 @@ from services.rank_worker.memory import default_budget
 _ONE_SERVICE = ("manager", "rank", "advertise", "take_over")
 UP = tuple(n for n in dict.fromkeys(services.WORKER + services.MANAGER + services.ROUTER) if n not in _ONE_SERVICE)
 _POLL = 0.2
+_DEATH = 2.0 + FAREWELL
+"""Seconds after a broken call in which the process that broke it is known."""
 
 
 @takes(*UP, "drafts", "log_dir", needs=("model",))
@@ -56,13 +59,18 @@ def checked(settings: Settings, console: Console) -> Settings:
     """What can be refused before anything is started, and each rank's memory. Raises SetupError."""
     assert settings.model is not None
     geometry = Geometry.from_file(settings.model)
-    geometry.check_world(settings.ranks)
-    services.served_kv_cache(settings)
-    _ = settings.secret
+    memory = settings.memory or default_budget() // settings.ranks
+    settings = replace(settings, model=settings.model.resolve(), memory=memory, manager=settings.manager_bind)
+    manager = services.manager_settings(settings)
+    workers = [services.worker_settings(replace(settings, rank=rank)) for rank in range(settings.ranks)]
+    check_group(geometry, manager, workers[0])
+    manager.check()
+    for worker in workers:
+        worker.check()
+    services.router_settings(settings).check()
     if geometry.draft_layers and settings.drafts:
         console.print("note: the draft layer is not run yet; serving as with --no-drafts", highlight=False)
-    memory = settings.memory or default_budget() // settings.ranks
-    return replace(settings, model=settings.model.resolve(), memory=memory)
+    return settings
 
 
 async def run_group(settings: Settings, console: Console, log: Log, work: Callable[[Group], Awaitable[None]]) -> bool:
@@ -82,13 +90,12 @@ async def run_group(settings: Settings, console: Console, log: Log, work: Callab
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    serving = asyncio.Event()
-    life = asyncio.create_task(_life(group, console, serving, work))
+    life = asyncio.create_task(_life(group, console, work))
     stopping = asyncio.create_task(interrupted.wait())
     try:
         await asyncio.wait({life, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if interrupted.is_set():
-            if not serving.is_set():
+            if not group.serving.is_set():
                 raise KeyboardInterrupt
             return False
         await life
@@ -100,12 +107,12 @@ async def run_group(settings: Settings, console: Console, log: Log, work: Callab
         await group.stop()
 
 
-async def _life(group: Group, console: Console, serving: asyncio.Event, work: Callable[[Group], Awaitable[None]]) -> None:
+async def _life(group: Group, console: Console, work: Callable[[Group], Awaitable[None]]) -> None:
     await group.start()
 
     async def serve() -> None:
         await _until_ready(group.settings, console)
-        serving.set()
+        group.serving.set()
         await work(group)
 
     failed = asyncio.create_task(group.failed())
@@ -115,10 +122,10 @@ async def _life(group: Group, console: Console, serving: asyncio.Event, work: Ca
         if failed.done() and not (working.done() and working.exception() is None):
             raise failed.result()
         await working
-    except LatentPoolError:
+    except EpochError:
         # A service that dies takes its calls along: say which one died, if one did.
         with contextlib.suppress(TimeoutError):
-            raise await asyncio.wait_for(asyncio.shield(failed), 2.0) from None
+            raise await asyncio.wait_for(asyncio.shield(failed), _DEATH) from None
         raise
     finally:
         for task in (failed, working):
@@ -195,7 +202,7 @@ def _metrics(settings: Settings) -> list[str]:
 def child_log(console: Console, log_dir: Path | None) -> Iterator[Log]:
     """Where lines of the services go: a file each in `log_dir`, else stderr: readable on a terminal, as they are otherwise."""
     if log_dir is None:
-        yield lambda name, line: console.print(_readable(name, line, console.is_terminal), soft_wrap=True)
+        yield lambda name, line: console.print(readable(name, line, console.is_terminal), soft_wrap=True)
         return
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -211,20 +218,3 @@ def child_log(console: Console, log_dir: Path | None) -> Iterator[Log]:
             opened[name].write(line + "\n")
 
         yield write
-
-
-def _readable(name: str, line: str, terminal: bool) -> Text:
-    """A JSON log line as time, service, event and values; other lines behind the service's name."""
-    try:
-        entry = json.loads(line)
-        assert isinstance(entry, dict)
-    except (ValueError, AssertionError):
-        return Text(f"{name:>12} {line}")
-    if not terminal:
-        return Text(line)
-    time, level, event = (str(entry.pop(key, "")) for key in ("timestamp", "level", "event"))
-    for known in ("service", "rank"):
-        entry.pop(known, None)
-    text = Text(f"{time[11:19]} ", "dim").append(f"{name:>12} ", "bold")
-    text.append(event, {"warning": "yellow", "error": "red"}.get(level, ""))
-    return text.append("".join(f" {key}={value}" for key, value in entry.items()), "dim")

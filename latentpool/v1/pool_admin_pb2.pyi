@@ -551,10 +551,10 @@ class KeptInfo(_message.Message):
     owner: _builtins.int
     """The rank that keeps the latent rows; every rank does in a group that is not split."""
     row_pages: _builtins.int
-    """Pages of rows, and pages of what is fixed, over all ranks."""
+    """Pages a rank: of rows on the owner, and of what is fixed on each rank."""
     fixed_pages: _builtins.int
     bytes: _builtins.int
-    """Bytes that eviction would bring back, over all ranks."""
+    """Bytes that eviction would bring back on the owner; on each rank in a group that is not split."""
     age_seconds: _builtins.float
     idle_seconds: _builtins.float
     """Since it was last resumed or kept."""
@@ -598,9 +598,18 @@ class ListKeptResponse(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     BUDGET_BYTES_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
+    NOTHING_KEPT_FIELD_NUMBER: _builtins.int
+    LAST_REFUSAL_FIELD_NUMBER: _builtins.int
+    KEEP_FROM_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
-    """Bytes a rank that kept states take and may take."""
+    """Bytes a rank that kept states take, and may take: the budget, or the pool where that is less."""
     budget_bytes: _builtins.int
+    nothing_kept: _builtins.str
+    """Why no prompt is ever kept in this group; empty where some are."""
+    last_refusal: _builtins.str
+    """Why the last state was not kept that was asked for; empty where none was refused."""
+    keep_from: _builtins.int
+    """Tokens of the shortest prompt that is kept."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptInfo]: ...
     @_builtins.property
@@ -612,10 +621,13 @@ class ListKeptResponse(_message.Message):
         bytes: _builtins.int = ...,
         budget_bytes: _builtins.int = ...,
         counts: Global___KeptCounts | None = ...,
+        nothing_kept: _builtins.str = ...,
+        last_refusal: _builtins.str = ...,
+        keep_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "bytes", b"bytes", "counts", b"counts", "kept", b"kept"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "bytes", b"bytes", "counts", b"counts", "keep_from", b"keep_from", "kept", b"kept", "last_refusal", b"last_refusal", "nothing_kept", b"nothing_kept"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

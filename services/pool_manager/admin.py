@@ -182,7 +182,7 @@ class Admin(pool_admin_pb2_grpc.PoolAdminServicer):
 
     def _kept(self) -> pb.ListKeptResponse:
         leases = self._view.leases
-        return pb.ListKeptResponse() if leases is None else pictures.kept(leases, self._clock())
+        return pb.ListKeptResponse(nothing_kept=self._no_plan()) if leases is None else pictures.kept(leases, self._clock())
 
     def _ranks(self) -> pb.GetRanksResponse:
         group = self._view.group

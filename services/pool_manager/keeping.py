@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from latentpool.errors import RequestError
 from latentpool.geometry import BLOCK
+from latentpool.units import format_bytes
 from latentpool.v1 import pool_manager_pb2 as pb
 from services.pool_manager.kept import DIGEST, Phase, Rules, State, Why, ending, extends
 from services.pool_manager.lease import Answer, Ask, Lease
@@ -31,6 +32,7 @@ def answers(leases: Leases) -> Iterator[Answer]:
             yield Answer(ask.conversation, outcome)
         else:
             leases.kept.counts.refused += 1
+            leases.kept.last_refusal = outcome
             yield Answer(ask.conversation, None, outcome)
 
 
@@ -117,7 +119,7 @@ def _decide(leases: Leases, ask: Ask) -> State | str | None:
             forget(leases, state, why)
         leases.asked[ask.conversation] = replace(ask, evicted=True)
     if not _affordable(leases, rules, lease, ask):
-        return _over_budget(leases, rules)
+        return _over_budget(leases, rules, lease, ask)
     if _free(leases, rules):
         return _grant(leases, rules, lease, ask)
     if min(map(leases.prospect, ranks)) >= rules.fixed_pages:
@@ -129,7 +131,7 @@ def _reason(leases: Leases, ask: Ask, lease: Lease | None) -> str | None:
     """Why it is out of the question, whatever is free."""
     rules, name = leases.rules, ask.conversation
     if rules is None:
-        return "this group keeps nothing: it has no --cache, or its lanes are windows"
+        return f"this group keeps nothing: {leases.nothing_kept}"
     if lease is None:
         return f"conversation {name} does not run"
     if name in leases.parking:
@@ -185,7 +187,7 @@ def _victims(leases: Leases, rules: Rules, lease: Lease, ask: Ask) -> list[tuple
         if short and waits:
             return "conversations wait for the pages that it would take"
         if not left:
-            return "no page is free for it, and it is worth less than what is kept" if short else _over_budget(leases, rules)
+            return _no_page(leases, rules) if short else _over_budget(leases, rules, lease, ask)
         chosen.append((left.pop(0), "pages" if affordable else "budget"))
 
 
@@ -209,9 +211,19 @@ def _less_valuable(leases: Leases, rules: Rules, chain: bytes, mark: pb.Mark.Val
     ]
 
 
-def _over_budget(leases: Leases, rules: Rules) -> str:
-    used = max(leases.kept.used) * rules.page_bytes
-    return f"kept states take {used} of {rules.budget_bytes} bytes a rank, and it is worth less than what is kept"
+def _over_budget(leases: Leases, rules: Rules, lease: Lease, ask: Ask) -> str:
+    alone = (len(_new_rows(leases, lease, ask)) + rules.fixed_pages) * rules.page_bytes
+    budget = format_bytes(rules.budget_bytes)
+    if alone > rules.budget_bytes:
+        return f"a state of {ask.at} tokens takes {format_bytes(alone)} a rank, and --cache is {budget}"
+    used = format_bytes(max(leases.kept.used) * rules.page_bytes)
+    return f"kept states take {used} of {budget} a rank, and it is worth less than what is kept"
+
+
+def _no_page(leases: Leases, rules: Rules) -> str:
+    if any(leases.kept.lasting):
+        return "no page is free for it, and it is worth less than what is kept"
+    return f"no page is free for it: conversations hold them, and {rules.fixed_pages} of each rank are needed"
 
 
 def _grant(leases: Leases, rules: Rules, lease: Lease, ask: Ask) -> State:

@@ -12,7 +12,9 @@ from enum import Enum
 from typing import Literal
 
 from latentpool.geometry import BLOCK, Geometry
+from latentpool.units import format_bytes
 from latentpool.v1 import pool_manager_pb2 as pb
+from services.pool_manager.plan import Plan
 
 DIGEST = 16
 """Bytes of a block digest."""
@@ -48,6 +50,24 @@ def fixed_pages(geometry: Geometry, world: int, dtype: str, kv_dtype: str, page_
     """Latent parts of pages that hold what a state needs at any length, on the rank that needs most."""
     most = max(geometry.kept_bytes(world, rank, dtype) for rank in range(world))
     return -(-most // (page_rows * geometry.latent_bytes(kv_dtype)))
+
+
+def rules_of(plan: Plan, fixed: int, cache_bytes: int, keep_from: int, carry_from: int) -> Rules | str:
+    """The rules of keeping in a group of this plan, whose states take `fixed` pages of each rank; or why nothing is ever
+    kept in it."""
+    if not plan.paged:  # a lane's run of pages is written anew by the next conversation
+        return "its lanes are windows (--kv-pages off, or auto on one rank); --kv-pages on keeps prompts"
+    if not cache_bytes:
+        return "it was started with --cache 0"
+    if keep_from > plan.context:
+        return f"--keep-from {keep_from} is more than the {plan.context} tokens of the longest conversation (--context)"
+    page_bytes, rows, pool = plan.ledgers[0].page_bytes, -(-keep_from // plan.page_rows), plan.pages // plan.residues
+    need = f"a state takes {format_bytes((fixed + rows) * page_bytes)} a rank at least, {fixed + rows} pages"
+    if (fixed + rows) * page_bytes > cache_bytes:
+        return f"{need}, and --cache is {format_bytes(cache_bytes)}"
+    if fixed + rows > pool:
+        return f"{need}, and the pool has {pool} a rank"
+    return Rules(fixed, page_bytes, cache_bytes, keep_from, carry_from)
 
 
 @dataclass(slots=True)
@@ -150,7 +170,7 @@ def extends(longer: bytes, shorter: bytes) -> bool:
 @dataclass(slots=True)
 class Kept:
     """All states of a term. `held` counts the holders of each id among states that are not being forgotten, `used` their ids by
-    residue."""
+    residue. `last_refusal`: why the last one was not kept that was asked for."""
 
     residues: int
     states: dict[int, State] = field(default_factory=dict)
@@ -158,6 +178,7 @@ class Kept:
     counts: Counts = field(default_factory=Counts)
     held: Counter[int] = field(default_factory=Counter)
     used: list[int] = field(init=False)
+    last_refusal: str = ""
     _ticks: int = 0
     _names: int = 0
     _answered: int = 0

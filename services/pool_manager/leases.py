@@ -47,7 +47,8 @@ class Leases:
     owed: pages that running conversations asked for and have not got; admissions, loans and carries leave them alone.
     parking: running conversations that the router was told to park, until it finishes them; their pages are as good as free.
     orders: what the router must be told, until `take_orders`.
-    rules: of keeping; None: nothing is kept. asked: conversations that want their state kept, until `answers`.
+    rules: of keeping; None: nothing is kept, and `nothing_kept` says why. asked: conversations that want their state kept,
+    until `answers`.
     """
 
     plan: Plan
@@ -55,6 +56,7 @@ class Leases:
     clock: Callable[[], float] = time.monotonic
     borrow: bool = True
     rules: Rules | None = None
+    nothing_kept: str = ""
     books: Books = field(init=False)
     running: dict[int, Lease] = field(default_factory=dict)
     waiting: list[Waiting] = field(default_factory=list)

@@ -101,12 +101,15 @@ def _info(one: Lease | Waiting, now: float, quota: int) -> pb.ConversationInfo:
 
 def kept(leases: Leases, now: float) -> pb.ListKeptResponse:
     """States that can be resumed, or will be; those whose end is ordered are left out."""
-    rules, used = leases.rules, max(leases.kept.used)
+    rules, used, pool = leases.rules, max(leases.kept.used), leases.plan.pages // leases.plan.residues
     return pb.ListKeptResponse(
         kept=[_kept_info(leases, state, now) for state in leases.kept.lasting if state.phase is Phase.KEPT],
         bytes=0 if rules is None else used * rules.page_bytes,
-        budget_bytes=0 if rules is None else rules.budget_bytes,
+        budget_bytes=0 if rules is None else min(rules.budget_bytes, pool * rules.page_bytes),
         counts=counts(leases),
+        nothing_kept=leases.nothing_kept,
+        last_refusal=leases.kept.last_refusal,
+        keep_from=0 if rules is None else rules.keep_from,
     )
 
 
@@ -116,7 +119,8 @@ def counts(leases: Leases) -> pb.KeptCounts:
 
 
 def _kept_info(leases: Leases, state: State, now: float) -> pb.KeptInfo:
-    alone = sum(leases.books.holders(page) == 1 for page in state.ids())
+    residues = leases.plan.residues
+    alone = sum(leases.books.holders(page) == 1 for page in state.ids() if page % residues == state.owner)
     page_bytes = 0 if leases.rules is None else leases.rules.page_bytes
     return pb.KeptInfo(
         state=state.state,
@@ -124,8 +128,8 @@ def _kept_info(leases: Leases, state: State, now: float) -> pb.KeptInfo:
         mark=state.mark,
         owner=state.owner if leases.plan.split else None,
         row_pages=len(state.pages),
-        fixed_pages=len(state.fixed),
-        bytes=alone * page_bytes * (1 if leases.plan.split else leases.plan.world),
+        fixed_pages=len(state.fixed) // residues,
+        bytes=alone * page_bytes,
         age_seconds=now - state.since,
         idle_seconds=now - state.used_at,
         hits=state.hits,

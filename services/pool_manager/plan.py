@@ -113,6 +113,12 @@ def choose(
     return _granted(made)
 
 
+def check_context(context: int, geometry: Geometry) -> None:
+    """Raises ConfigError if the model does not serve conversations of so many tokens."""
+    if not 1 <= context <= geometry.max_context:
+        raise ConfigError(f"--context {context}: the model serves 1 to {geometry.max_context} tokens")
+
+
 def lane_fixed(
     geometry: Geometry, world: int, rank: int, dtype: str, kv_dtype: str, mode: Mode, context: int, page_rows: int
 ) -> int:
@@ -369,8 +375,7 @@ def _check(
     geometry.check_world(world)
     if len(room) != world or len(fixed) != world:
         raise ValueError(f"room and fixed of {len(room)} and {len(fixed)} ranks: {world} are needed")
-    if not 1 <= context <= geometry.max_context:
-        raise ConfigError(f"--context {context}: the model serves 1 to {geometry.max_context} tokens")
+    check_context(context, geometry)
     if lanes < 1:
         raise ConfigError(f"--parallel {lanes}: at least 1 is needed")
     if cache_budget < 0:

@@ -144,8 +144,15 @@ def _movable(leases: Leases, conversation: int) -> Lease:
     if not leases.plan.split:
         raise CarryError("state", "this group is not split: every rank keeps every row, so there is nothing to carry")
     lease = leases.running.get(conversation)
+    waiting = next((one for one in leases.waiting if one.request.conversation == conversation), None)
+    known = lease or waiting
+    if known is not None and known.request.idle:
+        raise CarryError(
+            "state",
+            f"conversation {conversation} is idle work: it computes a reply again, to keep it, and rather ends than moves",
+        )
     if lease is None:
-        if any(one.request.conversation == conversation for one in leases.waiting):
+        if waiting is not None:
             raise CarryError("state", f"conversation {conversation} waits for pages: it has no rows to carry yet")
         raise CarryError("conversation", f"no conversation {conversation}: `latentpool conversations` lists those that run")
     if conversation in leases.parking:

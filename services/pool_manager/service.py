@@ -17,17 +17,18 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from latentpool import handshake, net
-from latentpool.errors import ConfigError, HandshakeError, LatentPoolError
+from latentpool.errors import ConfigError, HandshakeError, LatentPoolError, SetupError
 from latentpool.geometry import MAX_WORLD, Geometry
 from latentpool.metrics import Sample
 from latentpool.v1 import pool_admin_pb2_grpc, pool_manager_pb2_grpc
 from latentpool.v1 import pool_manager_pb2 as pb
 from services.pool_manager.admin import Admin
+from services.pool_manager.agreement import geometry_of
 from services.pool_manager.group import Group, Member
-from services.pool_manager.kept import Rules, fixed_pages
+from services.pool_manager.kept import Rules, fixed_pages, rules_of
 from services.pool_manager.leases import Leases
 from services.pool_manager.metrics import samples
-from services.pool_manager.plan import Choice, Order, Plan, choose, decide, lane_fixed, to_proto
+from services.pool_manager.plan import Choice, Order, Plan, check_context, choose, decide, lane_fixed, to_proto
 from services.pool_manager.session import Session
 from services.pool_manager.state import State
 from services.pool_manager.stream import GroupOverError, Stream, UnprovenError, greet, until_end
@@ -95,7 +96,7 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
         self._health = health.aio.HealthServicer()
         self._ticking: asyncio.Task[None] | None = None
         self._router: _Router | None = None
-        self._rules: Rules | None = None  # windows keep nothing: a lane writes its run anew
+        self._rules: Rules | str = ""
 
     # ---- Service -------------------------------------------------------------------------------------------------
 
@@ -178,10 +179,18 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
 
     # ---- the group ---------------------------------------------------------------------------------------------
 
+    def _check_model(self, geometry: Geometry) -> None:
+        """Ends a group that cannot serve this model before its workers load it."""
+        try:
+            geometry.check_world(self._settings.world)
+            if self._settings.context is not None:
+                check_context(self._settings.context, geometry)
+        except SetupError as error:
+            self._group.end(error)
+
     def _plan(self, geometry: Geometry, identity: pb.Identity, room: list[int]) -> Plan:
         """Workers report room after the first lane's fixed part, and do not know of windows: their slack is taken here."""
         settings, world = self._settings, self._settings.world
-        geometry.check_world(world)
         mode, _ = decide(settings.kv_pages, settings.split, world)
         context = geometry.max_context if settings.context is None else settings.context
         dtype, kv_dtype, rows = identity.dtype, identity.kv_dtype, identity.page_rows
@@ -202,14 +211,10 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
             order=settings.plan_order,
         )
         sizes = {"pages": made.pages, "stream_pages": made.stream_pages, "lanes": made.lanes}
-        if made.paged and settings.cache_bytes:
-            self._rules = Rules(
-                fixed_pages=fixed_pages(geometry, world, dtype, kv_dtype, rows),
-                page_bytes=made.ledgers[0].page_bytes,
-                budget_bytes=settings.cache_bytes,
-                keep_from=settings.keep_from,
-                carry_from=settings.carry_from,
-            )
+        fixed_of_state = fixed_pages(geometry, world, dtype, kv_dtype, rows)
+        self._rules = rules_of(made, fixed_of_state, settings.cache_bytes, settings.keep_from, settings.carry_from)
+        if isinstance(self._rules, str):
+            log.info("nothing is kept", reason=self._rules)
         log.info("planned", paged=made.paged, split=made.split, note=made.note, **sizes)
         return made
 
@@ -278,6 +283,8 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
         member = self._group.join(hello, stream, asyncio.get_running_loop().time())
         mac = handshake.prove(self._settings.secret, "manager", hello.nonce, challenge)
         stream.send(pb.JoinResponse(welcome=pb.Welcome(mac=mac, epoch=self._group.epoch)))
+        if member is self._group.first:
+            self._check_model(geometry_of(hello.identity))
         return member
 
     def _from_worker(self, member: Member, message: pb.JoinRequest) -> None:
@@ -364,13 +371,14 @@ class PoolManager(pool_manager_pb2_grpc.PoolManagerServicer):
             worker_addresses=[member.hello.address for member in group.ranks()],
             identity=group.identity,
             headroom=settings.headroom,
-            keep_from=0 if self._rules is None else settings.keep_from,
+            keep_from=self._rules.keep_from if isinstance(self._rules, Rules) else 0,
         )
         router.stream.send(pb.SessionResponse(granted=granted))
         log.info("term granted", router=hello.name, term=term, epoch=group.epoch)
 
     def _empty_books(self, plan: Plan) -> Leases:
-        return Leases(plan, self._settings.headroom, borrow=self._settings.borrow, rules=self._rules)
+        rules, why = (self._rules, "") if isinstance(self._rules, Rules) else (None, self._rules)
+        return Leases(plan, self._settings.headroom, borrow=self._settings.borrow, rules=rules, nothing_kept=why)
 
     def _check_alive(self) -> None:
         if self._group.ended is not None:

@@ -19,11 +19,12 @@ from pathlib import Path
 import msgspec
 
 from kernels.numpy import NumpyKernels
-from latentpool.errors import ConfigError, LatentPoolError, LinkError, SetupError
+from latentpool.errors import LatentPoolError, LinkError, SetupError
 from latentpool.geometry import BLOCK, DTYPE_BYTES, Dtype, Geometry
 from services.rank_worker import frames, memory
 from services.rank_worker.arena import Arena
 from services.rank_worker.exchange.base import Exchange
+from services.rank_worker.limits import check_rows
 from services.rank_worker.model.checkpoint import load_shard, open_checkpoint
 from services.rank_worker.model.model import Model
 from services.rank_worker.model.workspace import workspace_bytes, workspace_rows
@@ -105,7 +106,7 @@ class Engine:
         # The draft layer is loaded once drafts are built; until then a group serves without it.
         self._geometry = geometry = Geometry.from_file(settings.model).without_drafts()
         geometry.check_world(settings.world)
-        self._check_rows()
+        check_rows(geometry, settings.world, settings.page_rows, settings.chunk_rows, settings.staging_rows)
         dtype = settings.dtype or geometry.dtype
         self._kv_dtype = settings.kv_cache or dtype
         self._kernels = NumpyKernels(dtype)
@@ -123,13 +124,6 @@ class Engine:
                 total_bytes=self._total_bytes,
             )
         )
-
-    def _check_rows(self) -> None:
-        page, chunk = self._settings.page_rows, self._settings.chunk_rows
-        if page not in (64, 128, 256, 512):
-            raise ConfigError(f"--page-rows {page}: 64, 128, 256 or 512")
-        if chunk < 64 or chunk % 64:
-            raise ConfigError(f"--chunk-rows {chunk}: a multiple of 64 is needed")
 
     def load(self) -> None:
         """Reads this rank's shard and tells the front what room is left. Raises SetupError."""

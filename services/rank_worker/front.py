@@ -38,6 +38,9 @@ _NAME = rank_worker_pb2.DESCRIPTOR.services_by_name["RankWorker"].full_name
 _FLUSH = 5.0
 _REMIND = 5.0
 _GRACE = 1.0
+_PATIENCE = 2
+"""Times dead_after that an engine may say nothing in a round. A peer that waits for it gives up after one and knows better:
+this is for the engine that nobody waits for."""
 
 _Frame = TypeVar("_Frame", bound=frames.ToFront)
 
@@ -124,6 +127,7 @@ class RankWorker:
         self._lay_out: asyncio.Future[pb.LayOut] | None = None
         self._laid_out = False
         self._progress = 0
+        self._heard = 0.0
         self._work = Work()
         self._waiting_for = ""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -160,6 +164,7 @@ class RankWorker:
         self._spawn(self._follow_engine())
         self._bringing_up = self._spawn(self._bring_up())
         self._spawn(self._remind())
+        self._spawn(self._watch_engine())
 
     async def ended(self) -> LatentPoolError | None:
         """Waits until this worker ends by itself: None if the manager asked for it in order, else why."""
@@ -238,6 +243,7 @@ class RankWorker:
     async def _follow_engine(self) -> None:
         while True:
             frame = await self._engine.read()
+            self._heard = asyncio.get_running_loop().time()
             match frame:
                 case frames.RoundResult():
                     self._rounds.deliver(frame)
@@ -254,6 +260,23 @@ class RankWorker:
                     raise _failure(frame)
                 case _:
                     self._from_engine.put_nowait(frame)
+
+    async def _watch_engine(self) -> None:
+        """Raises EpochError once an engine that is frozen, and still there, owes a round. A front that slept itself (its
+        machine was suspended) has not listened: the engine gets that time back."""
+        loop, patience = asyncio.get_running_loop(), _PATIENCE * self._settings.dead_after
+        looked = self._heard = loop.time()
+        while True:
+            await asyncio.sleep(patience / 16)
+            now = loop.time()
+            if now - looked > patience / 4 or not self._rounds.executing:
+                self._heard = now
+            looked = now
+            if now - self._heard > patience:
+                raise EpochError(
+                    f"engine of rank {self._rank} does not answer: it has said nothing of round {self._rounds.executing} for "
+                    f"{patience:g} s (twice --dead-after)"
+                )
 
     async def _expect(self, kind: type[_Frame]) -> _Frame:
         frame = await self._from_engine.get()

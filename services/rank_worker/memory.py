@@ -28,11 +28,16 @@ def host_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def check_budget(budget: int) -> None:
+    """Raises ConfigError if this host has not so much."""
+    if budget > host_bytes():
+        raise ConfigError(f"--memory {format_bytes(budget)} is more than this host has: {format_bytes(host_bytes())}")
+
+
 def room(budget: int, resident: int, work: int, first_lane: int, spare_pages: int) -> int:
     """Bytes of `budget` left after what is resident, work and link buffers, the first lane's fixed part, and the null and
     discard pages. Raises ConfigError with the numbers if nothing is left, or the host has not so much."""
-    if budget > host_bytes():
-        raise ConfigError(f"--memory {format_bytes(budget)} is more than this host has: {format_bytes(host_bytes())}")
+    check_budget(budget)
     left = budget - resident - work - first_lane - spare_pages
     if left <= 0:
         raise ConfigError(

@@ -109,6 +109,11 @@ class RoundStream(rank_worker_pb2_grpc.RankWorkerServicer):
         self._changed.set()
         self._changed = asyncio.Event()
 
+    @property
+    def executing(self) -> int:
+        """Seq of the round that the engine is to answer next; 0: it owes none."""
+        return self._executing[0][1] if self._executing else 0
+
     def deliver(self, frame: frames.RoundResult) -> None:
         """The engine's next result. Raises ValueError if it is not of the round that is due."""
         if not self._executing or self._executing[0][1] != frame.seq:

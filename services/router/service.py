@@ -43,6 +43,10 @@ class RouterSettings:
     dead_after: float = 30.0
     keep_replies: bool = True
 
+    def check(self) -> None:
+        """Raises ConfigError for addresses that need a secret."""
+        net.check_secret(self.secret, [self.manager, self.bind], "the router")
+
 
 class Router:
     """The service (see latentpool.service.Service). Its health is SERVING once a round was answered by all ranks."""
@@ -65,7 +69,7 @@ class Router:
     async def start(self) -> None:
         """Binds and begins to wait for the group. Raises ConfigError, CheckpointError."""
         settings = self.settings
-        net.check_secret(settings.secret, [settings.manager, settings.bind], "the router")
+        settings.check()
         self._texts = Texts(settings.model)
         self._server = net.server(net.PUBLIC_RECEIVE_LIMIT)
         self._address = net.bind(self._server, settings.bind, "the router")

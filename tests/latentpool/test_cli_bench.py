@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from latentpool.cli import bench as command
@@ -62,6 +63,25 @@ def test_requests_fit_the_group():
         assert request.sampling.ignore_eos
 
 
+def test_what_is_cut_to_the_context_is_marked():
+    work = replace(WORK, prompt_tokens=90, spread=1.0)
+    whole, cut = list(draw(work, 300, 1 << 20)), list(draw(work, 300, 120))
+    assert not any(request.cut for request in whole)
+    assert 0 < sum(request.cut for request in cut) < len(cut)
+    for long, short in zip(whole, cut, strict=True):
+        longer = len(long.prompt) + long.sampling.max_tokens > 120
+        assert short.cut == longer
+        assert (len(short.prompt), short.sampling.max_tokens) != (len(long.prompt), long.sampling.max_tokens) or not longer
+
+
+def test_a_note_says_how_many_were_cut(capsys):
+    told = summary([Trace(0.0, 4, cut=True), Trace(0.0, 4), Trace(0.0, 4, cut=True)], 1.0)
+    Console(width=200).print(command.picture(told))
+    assert "note: 2 of 3 requests were drawn longer than the group's context and cut to it" in capsys.readouterr().out
+    Console(width=200).print(command.picture(summary([Trace(0.0, 4)], 1.0)))
+    assert "note" not in capsys.readouterr().out
+
+
 def test_arrivals_are_poisson():
     arrivals = [request.arrival for request in draw(replace(WORK, rate=20.0), 512, 4096)]
     gaps = np.diff([0.0, *arrivals])
@@ -107,7 +127,7 @@ def test_statistics_of_stated_times():
     assert told["prompt_tokens"] == 200
     assert told["times_parked"] == sum(index % 3 for index in range(40))
     assert told["times_carried"] == 20
-    assert told["requests"] == {"sent": 40, "finished": 40, "failed": 0, "unfinished": 0, "parked": 26}
+    assert told["requests"] == {"sent": 40, "finished": 40, "failed": 0, "unfinished": 0, "parked": 26, "cut_to_context": 0}
 
 
 def test_failed_and_cut_off_requests_are_counted_apart():
@@ -119,7 +139,7 @@ def test_failed_and_cut_off_requests_are_counted_apart():
         Trace(0.0, 4, error="EpochError: gone"),
     ]
     told = summary(traces, 10.0)
-    assert told["requests"] == {"sent": 5, "finished": 1, "failed": 3, "unfinished": 1, "parked": 0}
+    assert told["requests"] == {"sent": 5, "finished": 1, "failed": 3, "unfinished": 1, "parked": 0, "cut_to_context": 0}
     assert told["errors"] == {"BusyError: full": 2, "EpochError: gone": 1}
     assert told["reply_tokens"] == 4
     assert told["gap_seconds"]["max"] == 3.0
@@ -226,7 +246,7 @@ def test_a_temporary_group(how, tmp_path):
     workload = Workload(6, 20, 5, 0.7, 5, rate=50.0 if how[0] == "--rate" else None)
     drawn = list(draw(workload, report["group"]["vocab_size"], 256))
     results = report["results"]
-    assert results["requests"] == {"sent": 6, "finished": 6, "failed": 0, "unfinished": 0, "parked": 0}
+    assert results["requests"] == {"sent": 6, "finished": 6, "failed": 0, "unfinished": 0, "parked": 0, "cut_to_context": 0}
     assert results["reply_tokens"] == sum(request.sampling.max_tokens for request in drawn)
     assert results["prompt_tokens"] == sum(len(request.prompt) for request in drawn)
     assert report["group"]["world"] == 2

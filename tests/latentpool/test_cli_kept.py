@@ -34,6 +34,9 @@ def manager(tmp_path, monkeypatch):
         yield service
 
 
+WHY = "its lanes are windows (--kv-pages off, or auto on one rank); --kv-pages on keeps prompts"
+
+
 def listed(*kept, **fields):
     return pb.ListKeptResponse(kept=kept, **({"bytes": 3 << 29, "budget_bytes": 16 << 30, "counts": COUNTS} | fields))
 
@@ -49,6 +52,7 @@ def test_a_state_a_line_then_what_they_were_good_for(manager):
     shown = run("kept")
     assert shown.exit_code == 0
     lines = [" ".join(line.split()) for line in shown.stdout.splitlines() if line.strip()]
+    assert lines[0] == "state tokens mark owner pages a rank size a rank last use age hits request"
     assert "7 8,960 reply rank 1 18 + 46 408.00 MiB 37 s ago 12 min 3 in use essay" in lines
     assert "5 4,096 history every rank 0 + 0 0 B 1.3 s ago 5.0 s 0 extended" in lines
     assert lines[-3:] == [
@@ -61,10 +65,14 @@ def test_a_state_a_line_then_what_they_were_good_for(manager):
 
 
 def test_an_empty_list_and_a_group_that_keeps_nothing(manager):
-    manager.replies["kept"] = listed(bytes=0, counts=pb.KeptCounts())
-    assert run("kept").stdout.startswith("0 kept prompts: 0 B of 16.00 GiB a rank\n")
-    manager.replies["kept"] = pb.ListKeptResponse()
-    assert "nothing is kept: the group has no room for it, or was started with --cache 0\n" in run("kept").stdout
+    manager.replies["kept"] = listed(bytes=0, counts=pb.KeptCounts(), keep_from=4096)
+    short = "prompts of fewer tokens than --keep-from 4096 are not kept"
+    assert run("kept").stdout.startswith(f"0 kept prompts: 0 B of 16.00 GiB a rank; {short}\n")
+    assert "last refused" not in run("kept").stdout
+    manager.replies["kept"] = listed(last_refusal="64 tokens are fewer than --keep-from 128")
+    assert run("kept").stdout.endswith("by hand\nlast refused: 64 tokens are fewer than --keep-from 128\n")
+    manager.replies["kept"] = pb.ListKeptResponse(nothing_kept=WHY)
+    assert run("kept").stdout == f"nothing is kept: {WHY}\n"
 
 
 def test_evicting_says_what_went(manager):

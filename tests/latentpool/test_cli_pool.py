@@ -55,10 +55,20 @@ def test_a_refused_carry_is_one_line(manager, code, words):
     assert shown.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [("carry",), ("carry", "one"), ("carry", "-1"), ("carry", "7", "--to", "8")])
+@pytest.mark.parametrize("arguments", [("carry",), ("carry", "one"), ("carry", "-1"), ("carry", "7", "--to", "x")])
 def test_a_carry_of_nothing_is_wrong_usage(manager, arguments):
     assert run(*arguments).exit_code == 2
     assert manager.asked is None
+
+
+def test_which_ranks_there_are_says_who_knows(manager):
+    manager.replies["carry"] = (grpc.StatusCode.INVALID_ARGUMENT, "rank 9: this group has ranks 0 to 1")
+    shown = run("carry", "7", "--to", "9")
+    assert (shown.exit_code, shown.stderr) == (1, "latentpool: rank 9: this group has ranks 0 to 1\n")
+    assert manager.asked == pb.CarryRequest(conversation=7, owner=9)
+    for rank in ("-1", str(1 << 32)):
+        shown = run("carry", "7", "--to", rank)
+        assert (shown.exit_code, shown.stderr) == (2, f"latentpool: --to {rank}: a rank is a number from 0 to 7\n")
 
 
 def test_conversations_say_what_they_do_and_whose_they_are(manager):
@@ -88,8 +98,8 @@ def test_conversations_say_what_they_do_and_whose_they_are(manager):
         ({"state": pb.CONVERSATION_STATE_DECODING, "prompt_tokens": 900, "rows": 950}, "decoding"),
         ({"state": pb.CONVERSATION_STATE_FILLING, "prompt_tokens": 900, "rows": 450, "idle": True}, "keeping 50%"),
         ({"state": pb.CONVERSATION_STATE_RUNNING, "prompt_tokens": 900, "idle": True}, "keeping 0%"),
-        ({"state": pb.CONVERSATION_STATE_WAITING, "prompt_tokens": 900, "idle": True}, "waiting"),
-        ({"state": pb.CONVERSATION_STATE_PARKING, "prompt_tokens": 900, "idle": True}, "parking"),
+        ({"state": pb.CONVERSATION_STATE_WAITING, "prompt_tokens": 900, "idle": True}, "waiting to keep"),
+        ({"state": pb.CONVERSATION_STATE_PARKING, "prompt_tokens": 900, "idle": True}, "giving way"),
         ({"state": pb.CONVERSATION_STATE_CARRYING, "prompt_tokens": 900, "carried_to": 2}, "carrying to rank 2"),
         ({"state": 99}, "unknown"),
     ],
@@ -142,13 +152,13 @@ def test_pages_by_owner(manager):
 def test_pages_again_and_again(manager):
     """Where stdout is no terminal a watch prints one picture after another."""
     runs = [pb.PageRun(first=0, count=2, stride=1, kind=pb.PAGE_KIND_LIVE, conversation=7)]
-    pages = [pb.ListPagesResponse(runs=runs, pages=2, page_rows=64, free=free) for free in (5, 6)]
+    pages = [pb.ListPagesResponse(runs=runs, pages=2, page_rows=64, reserved=held) for held in (5, 6)]
     gone = (grpc.StatusCode.UNAVAILABLE, "the pool manager stops")
     manager.replies["watch"] = [*(pb.WatchResponse(pages=told) for told in pages), gone]
     shown = run("pages", "--watch")
-    assert [line for line in shown.stdout.splitlines() if "free" in line] == [
-        "2 pages of 64 rows (128 tokens): 5 free, 0 reserved",
-        "2 pages of 64 rows (128 tokens): 6 free, 0 reserved",
+    assert [line for line in shown.stdout.splitlines() if "reserved" in line] == [
+        "2 pages of 64 rows (128 tokens): 2 live; 5 reserved",
+        "2 pages of 64 rows (128 tokens): 2 live; 6 reserved",
     ]
     assert shown.stdout.count("██") == 2
     assert manager.asked.interval_seconds == 1.0

@@ -98,13 +98,20 @@ def test_everything_at_a_glance():
     lines = words(drawn(view, told(rows=(704, 121), sent=1 << 20, waiting=1), 2.0))
     assert lines[0] == "group: ready; epoch 1, term 4; router r"
     assert lines[1] == "2 running, 1 waiting; reading 128, replying 10.5 tokens/s"
-    assert lines[2] == "8 pages of 64 rows (512 tokens): 2 free, 0 reserved, 2 kept"
+    assert lines[2] == "8 pages of 64 rows (512 tokens): 4 live, 2 kept, 2 free; 0 reserved"
     assert "0 ready 1.00 MiB/s ████ 4 live" in lines
     assert "1 suspected 0 B/s ▓▓·· 2 kept, 2 free" in lines
     assert "1 filling 70% rank 0 704 of 1,000 448 0 128 0.0 s" in lines
     assert "2 decoding rank 1 121 0 10.5 0.0 s" in lines
     assert "1 kept prompt: 1.00 MiB of 1.00 GiB a rank" in lines
     assert "1 shared every rank 64 0 B 0 1.0 s ago" in lines
+
+
+def test_idle_work_is_counted_for_itself():
+    looked = told(rows=(448, 100), waiting=1)
+    for state in (pb.CONVERSATION_STATE_WAITING, pb.CONVERSATION_STATE_FILLING):
+        looked.conversations.conversations.add(conversation=9, state=state, idle=True)
+    assert words(drawn(View(), looked, 0.0))[1].startswith("2 running, 1 waiting, 2 keeping; ")
 
 
 @pytest.mark.parametrize(("conversations", "kept"), [(2, 1), (2, 100), (100, 1), (100, 100), (9, 9)])
@@ -139,7 +146,7 @@ def test_ctrl_c_is_how_one_leaves(manager, command):
     manager.replies["watch"] = again_and_again()
     terminal = Terminal(*command)
     try:
-        terminal.until("8 pages of 64 rows (512 tokens): 2 free", times=3)
+        terminal.until("8 pages of 64 rows (512 tokens): 4 live, 2 kept, 2 free; ", times=3)
         terminal.ctrl_c()
         assert terminal.process.wait(20) == 0
     finally:

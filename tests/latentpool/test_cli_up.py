@@ -15,7 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 from random_checkpoint import random_checkpoint
+from typer.testing import CliRunner
 
+from latentpool.cli import supervisor
+from latentpool.cli.app import app
 from latentpool.cli.supervisor import _with_ports
 from latentpool.config import Settings
 from latentpool.errors import ConfigError
@@ -141,6 +144,27 @@ def test_a_child_that_dies_is_named(tmp_path, stopping):
     assert_gone(members)
 
 
+@pytest.mark.full
+def test_clients_hear_why_a_group_ends_whose_engine_is_frozen(tmp_path, stopping):
+    process = start_up(tmp_path, "--dead-after", "3")
+    stopping(process)
+    MOMENTS["while it serves"](process, tmp_path)
+    words = said(tmp_path).split()
+    (tmp_path / "client").mkdir()
+    client = start(tmp_path / "client", "generate", "Once", "--max-tokens", "1000", "--ignore-eos", "--address",
+                   words[words.index("--address") + 1])  # fmt: skip
+    stopping(client)
+    wait_for(lambda: "conversation admitted" in said(tmp_path), process)
+    commands = {member: " ".join(member.cmdline()) for member in family(process)}
+    (engine,) = (one for one, told in commands.items() if "rank_worker.engine " in told and '"rank":1' in told)
+    engine.suspend()
+    assert client.wait(timeout=60) == 1
+    assert process.wait(timeout=60) == 1
+    for heard in (said(tmp_path / "client"), said(tmp_path)):
+        assert re.search("rank 1 was silent on channel .* for 3 s", heard)
+        assert "is stopping" not in heard
+
+
 def test_a_port_that_is_taken_is_named_before_anything_starts(tmp_path, stopping):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -168,12 +192,30 @@ def test_metrics_do_not_take_a_service_s_own_address():
         _with_ports(replace(FREE, router_bind=router, metrics_bind=router))
 
 
-def test_more_ranks_than_heads_is_refused(tmp_path, stopping):
-    model = Path(__file__).parents[1] / "data" / "oracle" / "tiny"
-    process = start(tmp_path, "up", "--model", str(model), "--ranks", "5")
-    stopping(process)
-    assert process.wait(timeout=40) == 1
-    assert "latentpool: 5 ranks is more than num_attention_heads = 4: serve with --ranks 4 or fewer" in said(tmp_path)
+TINY = Path(__file__).parents[1] / "data" / "oracle" / "tiny"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--ranks", "5"), 1, "5 ranks is more than num_attention_heads = 4: serve with --ranks 4 or fewer"),
+        (("--context", "1M"), 2, "--context 1048576: the model serves 1 to 4096 tokens"),
+        (("--staging-rows", "64"), 2, "--staging-rows 64: the longest selections of this model need 128"),
+        (("--split", "on", "--ranks", "1"), 2, "--split on --ranks 1: one rank keeps every row anyway"),
+        (("--split", "on", "--kv-pages", "off"), 2, "--split on --kv-pages off: windows are whole on every rank"),
+        (("--memory", "1000TiB"), 2, "--memory 1000.00 TiB is more than this host has: "),
+        (("--kv-cache", "fp8"), 2, "--kv-cache fp8 is not served yet"),
+        (("--manager-bind", "0.0.0.0:0"), 2, "the pool manager uses 0.0.0.0:0, which is not loopback: set --secret-file"),
+        (("--router-bind", "0.0.0.0:0"), 2, "the router uses 0.0.0.0:0, which is not loopback: set --secret-file"),
+        (("--worker-bind", "10.0.0.1:0"), 2, "rank worker uses 10.0.0.1:0, which is not loopback: set --secret-file"),
+        (("--worker-bind", "0.0.0.0:0"), 2, "rank worker binds 0.0.0.0:0, which others cannot dial"),
+    ],
+)
+def test_what_the_settings_and_the_model_decide_alone_is_refused_before_anything_starts(arguments, code, words, monkeypatch):
+    monkeypatch.setattr(supervisor.Child, "start", lambda _: pytest.fail("a process is started"))
+    shown = CliRunner().invoke(app, ["up", "--model", str(TINY), "--state-dir", "state", *arguments])
+    assert (shown.exit_code, shown.stderr.count("\n")) == (code, 1)
+    assert shown.stderr.startswith(f"latentpool: {words}")
 
 
 def test_demo_speaks_and_leaves_nothing(tmp_path, stopping):

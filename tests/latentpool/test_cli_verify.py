@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from latentpool.cli.app import app
+from services.rank_worker.front import RankWorker
 
 ORACLE = Path(__file__).parents[1] / "data" / "oracle"
 full = pytest.mark.full
@@ -109,13 +110,30 @@ def test_a_difference_fails_and_is_named(tmp_path):
     assert "absent" in result.stdout
 
 
+def test_data_of_another_checkpoint_is_called_that(monkeypatch):
+    result = verify("tiny", 1, expected=ORACLE / "long_kpool16" / "expected.safetensors", transport="inproc")
+    assert result.exit_code == 1
+    assert result.stdout.endswith("FAILED: most rows differ altogether: was it made by another checkpoint?\n")
+    monkeypatch.setattr(RankWorker, "start", lambda _: pytest.fail("a worker is started"))
+    result = verify("tiny", 1, expected=ORACLE.parent / "demo" / "expected.safetensors")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "latentpool: --expected was made by another checkpoint: its len56.logits are of 2048 tokens"
+    )
+
+
 def test_more_ranks_than_heads_is_refused():
     result = verify("tiny", 5)
     assert result.exit_code == 1
     assert result.stderr == "latentpool: 5 ranks is more than num_attention_heads = 4: serve with --ranks 4 or fewer\n"
 
 
-def test_what_is_not_served_is_refused_by_name():
+def test_what_is_not_served_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(RankWorker, "start", lambda _: pytest.fail("a worker is started"))
+    result = verify("tiny", 2, "--staging-rows", "64")
+    assert (result.exit_code, result.stderr) == (
+        2, "latentpool: --staging-rows 64: the longest selections of this model need 128\n"
+    )  # fmt: skip
     result = verify("tiny", 1, "--split", "on")
     assert result.exit_code == 2
     assert "--split on --ranks 1: one rank keeps every row anyway" in result.stderr

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from latentpool.cli.reference import compare, longest, prefixes, read_expected
+from latentpool.cli.reference import ANOTHER, check_vocabulary, compare, longest, prefixes, read_expected
 from latentpool.errors import ConfigError
 
 ORACLE = Path(__file__).parents[1] / "data" / "oracle"
@@ -112,6 +112,31 @@ async def test_bf16_is_accepted_by_rows():
     assert failed(await compare(expected, Replay(own), 2e-4, bf16=True)) == []
     worse = {**own, "logits": own["logits"] + 0.02 * np.abs(own["logits"]).max()}
     assert set(failed(await compare(expected, Replay(worse), 2e-4, bf16=True))) == {"f64.logits", "f64.logits, decoded"}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+async def test_data_of_another_checkpoint_is_suspected_where_most_rows_differ(bf16):
+    expected = expected_of("tiny")
+    mirrored = {key: value[:, ::-1] if key.endswith("logits") else value for key, value in expected.items()}
+    checks = await compare(expected, Replay(mirrored), 2e-4, bf16=bf16)
+    assert {check.note for check in checks if check.passed is False} >= {ANOTHER}
+    scale = np.abs(expected["f64.logits"]).max()
+    one = {**expected, "logits": expected["logits"].copy()}
+    one["logits"][3] += 2 * scale
+    assert ANOTHER not in {check.note for check in await compare(expected, Replay(one), 2e-4, bf16=bf16)}
+
+
+def test_data_of_another_vocabulary_is_refused():
+    expected = expected_of("edge")
+    check_vocabulary(expected, 256)
+    words = "^--expected was made by another checkpoint: its len1.logits are of 256 tokens, and this model has 2048$"
+    with pytest.raises(ConfigError, match=words):
+        check_vocabulary(expected, 2048)
+    ids = {"input_ids": np.array([3, 300])}
+    check_vocabulary(ids, 301)
+    words = "^--expected was made by another checkpoint: its input_ids have token 300, and this model has 300 tokens$"
+    with pytest.raises(ConfigError, match=words):
+        check_vocabulary(ids, 300)
 
 
 def test_longest_conversation():

@@ -80,8 +80,8 @@ def test_no_conversation_no_blocks_no_cache() -> None:
     assert refused(leases, 9, 2) == "conversation 9 does not run"
     leases.admit(Request(1, 1, 200, 0))
     assert refused(leases, 1, 2).startswith("128 tokens are not whole blocks")
-    leases.rules = None
-    assert refused(leases, 1, 2).startswith("this group keeps nothing")
+    leases.rules, leases.nothing_kept = None, "it was started with --cache 0"
+    assert refused(leases, 1, 2) == leases.kept.last_refusal == "this group keeps nothing: it was started with --cache 0"
 
 
 def test_one_state_of_the_same_tokens_is_enough_unless_it_is_on_its_way_out() -> None:

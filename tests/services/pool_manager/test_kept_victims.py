@@ -164,7 +164,7 @@ def test_nothing_is_evicted_for_what_would_not_fit_anyway() -> None:
     leases = keepers(1, 60, budget=8)
     states = [went(leases, 1, "abcd").state, went(leases, 2, "wxyz").state]
     begun(leases, 3, "0123456789ABCDE")
-    assert refused(leases, 3, 15).startswith("kept states take 60 of 80 bytes a rank")
+    assert refused(leases, 3, 15).startswith("a state of 960 tokens takes 90 B a rank, and --cache is 80 B")
     assert alive(leases) == states
 
 

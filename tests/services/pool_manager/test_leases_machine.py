@@ -237,12 +237,12 @@ class LeaseMachine(LeaseModel, RuleBasedStateMachine):
     @precondition(lambda self: self.held and self.plan.split)
     @rule(data=st.data(), known=st.integers(0, 9))
     def carry(self, data: st.DataObject, known: int) -> None:
-        """By hand: anyone, anywhere."""
+        """By hand: anyone but the idle, anywhere."""
         name = data.draw(st.sampled_from(sorted(self.held))) if known else 10**6
         rank = data.draw(st.none() | st.integers(0, self.plan.residues))
         others = [other for other in self.ranks if name in self.held and other != self.owner(name)]
         to = self.richest(others) if rank is None and others else rank
-        stays = name in self.held and name in self.tenants(self.owner(name))
+        stays = name in self.held and name in self.tenants(self.owner(name)) and not self.requests[name].idle
         wanted = None
         if stays and to in others and self.room(to) >= self.size_elsewhere(name) and not self.being_kept(name):
             wanted = self.move(name, to)

@@ -70,7 +70,7 @@ def test_kept_states_and_what_was_looked_up():
     leases = keepers(2, 20, budget=4)
     went(leases, 1, "abcdef")
     begun(leases, 2, "abcdefgh")
-    assert "worth less" in refused(leases, 2, 8)
+    assert "--cache is 40 B" in refused(leases, 2, 8)
     assert pages(leases, "0") == {"live": 6, "kept": 1, "free": 13}  # three of the live ones are shared
     assert pages(leases, "1") == {"kept": 1, "free": 19}
     found = told(leases)

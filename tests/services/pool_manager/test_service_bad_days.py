@@ -11,7 +11,7 @@ import pytest
 from manager_fakes import GIB, MakePlace, Worker, config, identity
 
 from latentpool import handshake
-from latentpool.errors import DigestMismatchError, EpochError, LinkError, PlanRefusedError, SetupError
+from latentpool.errors import ConfigError, DigestMismatchError, EpochError, LinkError, PlanRefusedError, SetupError
 from latentpool.v1 import pool_admin_pb2 as admin_pb
 from latentpool.v1 import pool_manager_pb2 as pb
 
@@ -163,11 +163,11 @@ async def test_a_plan_that_does_not_fit_stops_everyone(place: MakePlace) -> None
 
 
 async def test_a_context_above_the_models_stops_everyone(place: MakePlace) -> None:
+    """At the first hello, before anybody loads a shard."""
     here = await place(context=2 << 20)
-    await here.join(0, 1)
-    error = await here.ended()
-    assert isinstance(error, SetupError)
-    assert str(error) == "--context 2097152: the model serves 1 to 1048576 tokens"
+    worker = await here.worker()
+    await worker.hello(0)
+    await check_ended(here, [worker], None, ConfigError, "--context 2097152: the model serves 1 to 1048576 tokens")
 
 
 async def test_a_worker_that_never_joins(place: MakePlace) -> None:

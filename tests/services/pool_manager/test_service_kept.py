@@ -55,7 +55,8 @@ async def rows(admin: Any) -> list[admin_pb.KeptInfo]:
 
 
 async def test_a_prompt_is_kept_and_the_next_one_goes_on_from_it(place: MakePlace) -> None:
-    _, router, admin = await keepers(place)
+    here, router, admin = await keepers(place)
+    assert here.manager.leases is not None
     first = await admit(router, 1, "abcdefghij")
     assert (first.HasField("resume"), first.shared_prefix, list(first.pages)) == (False, 0, [0, 2, 4])
     answer = await keep(router, 1, 10)
@@ -67,13 +68,15 @@ async def test_a_prompt_is_kept_and_the_next_one_goes_on_from_it(place: MakePlac
     assert (second.owner, second.pages[0], len(second.pages), second.quota) == (0, 0, 3, 3)
     (row,) = await rows(admin)
     assert (row.state, row.at, row.mark, row.owner, row.pinned, row.hits, row.extended) == (1, 640, 1, 0, True, 1, False)
-    assert (row.row_pages, row.fixed_pages, row.request_id) == (2, 2 * FIXED, "q1")
-    assert row.bytes == (1 + 2 * FIXED) * OWNED_PAGE  # the first page is shared
+    assert (row.row_pages, row.fixed_pages, row.request_id) == (2, FIXED, "q1")
+    assert row.bytes == (1 + FIXED) * OWNED_PAGE  # on its owner, and the first page is shared
     await router.say(resumed=pb.Resumed(conversation=2, fence_seq=3))
     await router.say(answered=pb.Answered(seq=3))
     await settled(router)
     listed = await admin.ListKept(admin_pb.ListKeptRequest())
-    assert (listed.kept[0].pinned, listed.bytes, listed.budget_bytes) == (False, (2 + FIXED) * OWNED_PAGE, 16 << 30)
+    pool = here.manager.leases.plan.pages // 2 * OWNED_PAGE  # smaller than the budget
+    assert (listed.kept[0].pinned, listed.bytes, listed.budget_bytes) == (False, (2 + FIXED) * OWNED_PAGE, pool)
+    assert listed.keep_from == 64
     counts = listed.counts
     assert (counts.hits, counts.hit_tokens, counts.misses_unknown, counts.kept) == (1, 640, 1, 1)
 
@@ -84,20 +87,34 @@ async def test_what_is_not_kept_is_answered_with_a_reason(place: MakePlace) -> N
     assert (await keep(router, 1, 1)).reason == "64 tokens are fewer than --keep-from 128"
     again = await router.ask(key=router.key, ask_keep=pb.AskKeep(conversation=1, at=64))  # a repeat has the first answer
     assert again.keep_answer.reason == "64 tokens are fewer than --keep-from 128"
-    assert await rows(admin) == []
+    listed = await admin.ListKept(admin_pb.ListKeptRequest())
+    assert (len(listed.kept), listed.counts.refused, listed.nothing_kept) == (0, 1, "")
+    assert listed.last_refusal == "64 tokens are fewer than --keep-from 128"
 
 
 @pytest.mark.parametrize(
-    ("settings", "keep_from"), [({}, 4096), ({"cache_bytes": 0}, 0), ({"kv_pages": "off", "split": "off"}, 0)]
+    ("settings", "keep_from", "why"),
+    [
+        ({}, 4096, ""),
+        ({"cache_bytes": 0}, 0, "it was started with --cache 0"),
+        ({"kv_pages": "off", "split": "off"}, 0, "its lanes are windows (--kv-pages off, or auto on one rank)"),
+        ({"cache_bytes": 1 << 20}, 0, "a state takes 135.00 MiB a rank at least, 20 pages, and --cache is 1.00 MiB"),
+    ],
 )
-async def test_the_router_is_told_from_where_on_states_are_kept(
-    place: MakePlace, settings: dict[str, Any], keep_from: int
+async def test_router_and_operator_are_told_from_where_on_states_are_kept_or_why_none_is(
+    place: MakePlace, settings: dict[str, Any], keep_from: int, why: str
 ) -> None:
     here = await place(context=4096, **({"split": "auto"} | settings))
+    admin = await here.admin()
+    asked = await admin.ListKept(admin_pb.ListKeptRequest())
+    assert asked.nothing_kept == "no plan yet: the group is joining (0 of 2 workers have joined)"
     await here.ready()
     router = await here.router()
     await router.open()
     assert (await router.get()).granted.keep_from == keep_from
+    told = (await admin.ListKept(admin_pb.ListKeptRequest())).nothing_kept
+    assert told.startswith(why)
+    assert bool(told) == bool(why)
 
 
 async def test_a_state_that_is_dropped_before_its_keep_comes_back(place: MakePlace) -> None:

@@ -139,6 +139,7 @@ def test_a_broken_round_is_the_last(engine: Thread) -> None:
         ({"memory_bytes": 1 << 50}, "--memory 1024.00 TiB is more than this host has"),
         ({"page_rows": 100}, "--page-rows 100: 64, 128, 256 or 512"),
         ({"chunk_rows": 100}, "--chunk-rows 100: a multiple of 64"),
+        ({"world": 2, "staging_rows": 64}, "--staging-rows 64: the longest selections of this model need 128"),
         ({"world": 5}, "5 ranks is more than num_attention_heads = 4"),
     ],
 )

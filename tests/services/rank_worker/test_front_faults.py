@@ -42,6 +42,23 @@ async def test_an_idle_engine_that_is_killed_ends_the_epoch(tmp_path):
         assert not failed.HasField("peer")
 
 
+async def test_an_engine_that_is_frozen_in_a_round_ends_the_epoch_in_words(tmp_path):
+    """It is alive, and no peer waits for it."""
+    async with group(tmp_path, process=True, dead_after=0.5) as (manager, worker):
+        await manager.ready()
+        async with opened(worker, manager) as rounds:
+            await rounds.send(1)
+            assert (await rounds.result()).seq == 1
+            os.kill(worker.engine_pid, signal.SIGSTOP)
+            await asyncio.sleep(1.5)
+            assert not worker._over, "an engine that owes nothing may be silent"
+            await rounds.send(2)
+            why = "engine of rank 0 does not answer: it has said nothing of round 2 for 1 s (twice --dead-after)"
+            assert str(await ended(worker)) == why
+            assert (await manager.hear("failed")).failed.message == why
+            assert await rounds.refused() == (grpc.StatusCode.UNAVAILABLE, why)
+
+
 async def test_an_engine_that_is_killed_while_it_loads(tmp_path):
     async with group(tmp_path, process=True, script={"at": "load", "do": "hang"}) as (manager, worker):
         await until(lambda: any(beat.state == "loading" for beat in manager.heartbeats))
