@@ -67,7 +67,7 @@ def rules_of(plan: Plan, fixed: int, cache_bytes: int, keep_from: int, carry_fro
         return f"{need}, and --cache is {format_bytes(cache_bytes)}"
     if fixed + rows > pool:
         return f"{need}, and the pool has {pool} a rank"
-    return Rules(fixed, page_bytes, cache_bytes, keep_from, carry_from)
+    return Rules(fixed, page_bytes, min(cache_bytes, pool * page_bytes), keep_from, carry_from)
 
 
 @dataclass(slots=True)

@@ -101,11 +101,11 @@ def _info(one: Lease | Waiting, now: float, quota: int) -> pb.ConversationInfo:
 
 def kept(leases: Leases, now: float) -> pb.ListKeptResponse:
     """States that can be resumed, or will be; those whose end is ordered are left out."""
-    rules, used, pool = leases.rules, max(leases.kept.used), leases.plan.pages // leases.plan.residues
+    rules, used = leases.rules, max(leases.kept.used)
     return pb.ListKeptResponse(
         kept=[_kept_info(leases, state, now) for state in leases.kept.lasting if state.phase is Phase.KEPT],
         bytes=0 if rules is None else used * rules.page_bytes,
-        budget_bytes=0 if rules is None else min(rules.budget_bytes, pool * rules.page_bytes),
+        budget_bytes=0 if rules is None else rules.budget_bytes,
         counts=counts(leases),
         nothing_kept=leases.nothing_kept,
         last_refusal=leases.kept.last_refusal,

@@ -75,7 +75,7 @@ class RankWorkerSettings:
         host = self.bind.rpartition(":")[0]
         if self.advertise is None and host in ("0.0.0.0", "[::]", ""):
             raise ConfigError(
-                f"rank worker binds {self.bind}, which others cannot dial: set --advertise to this host's address"
+                f"rank worker binds {self.bind}, which others cannot dial: bind an address of this host, or --advertise it"
             )
         net.check_secret(self.secret, [self.bind, self.manager], "rank worker")
 

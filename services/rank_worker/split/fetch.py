@@ -14,7 +14,6 @@ import numpy as np
 
 from kernels.api import Kernels
 from kernels.rows import Array, RowView
-from latentpool.errors import ConfigError
 from latentpool.geometry import BLOCK, Geometry
 from services.rank_worker.link import Channel, Link
 from services.rank_worker.model.pass_ import Pass, Selection
@@ -54,9 +53,6 @@ class Staging:
     """The chunk's own rows, from 0 on, and behind them the fetched ones; one layer at a time. A row view of one lane."""
 
     def __init__(self, geometry: Geometry, kernels: Kernels, kv_dtype: str, chunk_rows: int, rows: int) -> None:
-        least = least_staging_rows(geometry)
-        if rows < least:
-            raise ConfigError(f"--staging-rows {rows}: the longest selections of this model need {least}")
         self.rows = rows
         self.first = -(-chunk_rows // BLOCK) * BLOCK
         """Place of the first fetched row."""

@@ -181,7 +181,7 @@ async def test_the_advertised_address_is_what_the_router_dials(tmp_path):
     ("settings", "words"),
     [
         ({"rank": 2, "world": 2}, "rank 2 of world 2"),
-        ({"bind": "0.0.0.0:0", "secret": b"s"}, "set --advertise"),
+        ({"bind": "0.0.0.0:0", "secret": b"s"}, "bind an address of this host, or --advertise it"),
         ({"manager": "10.0.0.1:7000"}, "10.0.0.1:7000, which is not loopback"),
     ],
 )
