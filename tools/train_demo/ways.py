@@ -26,11 +26,14 @@ from latentpool.v1 import router_pb2
 WAYS = {"fresh": "", "resumed": "cached_tokens", "parked": "parked", "carried": "carried"}
 """What tells in a reply's usage that it went that way."""
 _MOST = 40
+"""Tokens of a reply."""
 _MEMORY = 2 << 30
 _KEEP_FROM = 512
+"""Half of the shortest documents that are asked about."""
 _SPARE_PAGES = 16
 """Of a tight pool, beside those of the longest question: what else a process takes of its memory differs by a few of them."""
 _HEADROOM = 1
+"""Tokens of a reply that an admission to a tight pool covers: the rest must be asked for."""
 _POLL_SECONDS = 0.02
 
 
