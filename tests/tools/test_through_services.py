@@ -28,7 +28,9 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "way", [("resumed", *INPROC), ("parked",), ("carried", "--split", "on", *INPROC)], ids=lambda way: way[0]
+    "way",
+    [("resumed", *INPROC), pytest.param(("parked",), marks=pytest.mark.full), ("carried", "--split", "on", *INPROC)],
+    ids=lambda way: way[0],
 )
 def test_every_way_happens_and_gives_the_receipts_of_a_fresh_one(way, fresh: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(set(json.loads(fresh.read_text()).values())) == 2
