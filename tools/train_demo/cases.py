@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.train_demo.documents import CONTEXT, PADDING, Conversation, single
+from tools.train_demo.documents import CONTEXT, PADDING, Conversation, apart, single
 from tools.train_demo.tokens import Vocabulary
 
 FIFTHS = 5
@@ -29,6 +30,11 @@ def make_chat(vocabulary: Vocabulary, length: int, fifth: int, number: int, more
     """Case `number` of a cell. `more`: further questions in later turns."""
     rng = Random(f"{SEED}:{length}:{fifth}:{number}:{more}")
     return single(vocabulary, rng, length, (fifth + rng.random()) / FIFTHS, more)
+
+
+def make_shared(vocabulary: Vocabulary, length: int, each: int, number: int) -> Iterator[tuple[int, Conversation]]:
+    """Questions that have document `number` in common, `each` about facts in every fifth of it, with their fifths."""
+    return apart(vocabulary, Random(f"{SEED}:{length}:shared:{number}"), length, FIFTHS, each)
 
 
 def make_case(vocabulary: Vocabulary, length: int, fifth: int, number: int, more: int = 0) -> Case:

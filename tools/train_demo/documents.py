@@ -7,7 +7,7 @@ An answer ends with the token that opens the next user turn, which is one of the
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
@@ -55,15 +55,20 @@ class Placed:
 
 @dataclass(slots=True)
 class Conversation:
-    """Token ids; for each what it is (CONTEXT..PADDING), and the position it is copied from, or -1."""
+    """Token ids; for each what it is (CONTEXT..PADDING), and the position it is copied from, or -1. `document`: where the one
+    document that all its questions stand behind ends; 0 where there is none such."""
 
     vocabulary: Vocabulary
     ids: list[int] = field(default_factory=list)
     roles: bytearray = field(default_factory=bytearray)
     sources: list[int] = field(default_factory=list)
+    document: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def copy(self) -> Conversation:
+        return Conversation(self.vocabulary, self.ids.copy(), self.roles.copy(), self.sources.copy(), self.document)
 
     def add(self, ids: Sequence[int], role: int = CONTEXT, source: int = -1) -> None:
         """Appends tokens; `source` is where the first was copied from, the others from behind it."""
@@ -164,6 +169,13 @@ class Writer:
     def intro(self, choices: Sequence[str] = INTROS) -> None:
         self.chat.text(self.rng.choice(choices))
 
+    def document(self, length: int) -> None:
+        """Appends an introduction and lines, up to about `length` tokens and with one fact at the least."""
+        self.intro()
+        while len(self.chat) < length or not self.facts:
+            self.line()
+        self.chat.document = len(self.chat)
+
     def before_question(self) -> None:
         """Between a document and a question in the same message."""
         self.chat.text(self.rng.choice(("\n", "\n\n", "\n\n", "\nQuestion:")))
@@ -213,9 +225,7 @@ def interleaved(vocabulary: Vocabulary, rng: Random, length: int) -> Conversatio
 def block(vocabulary: Vocabulary, rng: Random, length: int) -> Conversation:
     """A document of three quarters of the length, then turns of questions, each about another fact while there are any."""
     writer = Writer(vocabulary, rng, length)
-    writer.intro()
-    while len(writer.chat) < length * 3 // 4 or not writer.facts:
-        writer.line()
+    writer.document(length * 3 // 4)
     writer.before_question()
     order: list[Placed] = []
     while len(writer.chat) < length:
@@ -228,16 +238,28 @@ def single(vocabulary: Vocabulary, rng: Random, length: int, depth: float | None
     """A document and one question at its end, `length` tokens at most in all. `depth` (0 to 1): about where the asked fact
     stands; None: anywhere. `more`: further questions in later turns, about facts anywhere."""
     writer = Writer(vocabulary, rng, length)
-    writer.intro()
-    while len(writer.chat) < length - _QUESTION_TOKENS * (1 + more) or not writer.facts:
-        writer.line()
-    end = len(writer.chat)
+    writer.document(length - _QUESTION_TOKENS * (1 + more))
+    end = writer.chat.document
     first = rng.choice(writer.facts) if depth is None else min(writer.facts, key=lambda fact: abs(fact.at - depth * end))
     writer.before_question()
     writer.ask(first)
     for _ in range(more):
         writer.ask(rng.choice(writer.facts))
     return writer.chat
+
+
+def apart(vocabulary: Vocabulary, rng: Random, length: int, parts: int, each: int) -> Iterator[tuple[int, Conversation]]:
+    """One document and many questions, each of them alone behind the document, `length` tokens at most in all: `each`
+    questions about different facts of each of `parts` equal parts of the document. Yields the part with each."""
+    writer = Writer(vocabulary, rng, length)
+    writer.document(length - _QUESTION_TOKENS)
+    document = writer.chat
+    for part in range(parts):
+        for placed in rng.sample([fact for fact in writer.facts if fact.at * parts // len(document) == part], each):
+            writer.chat = document.copy()
+            writer.before_question()
+            writer.ask(placed)
+            yield part, writer.chat
 
 
 def talk(vocabulary: Vocabulary, rng: Random, length: int) -> Conversation:
