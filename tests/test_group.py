@@ -83,7 +83,15 @@ async def test_digests_over_ucx_equal_the_in_process_ones_and_no_engine_shares_a
     assert len(set(children)) == 2  # processes of their own: no array is shared
 
 
-@pytest.mark.parametrize(("world", "split", "faulty"), [(2, "off", 1), (3, "off", 2), (2, "on", 0), (3, "on", 0)])
+@pytest.mark.parametrize(
+    ("world", "split", "faulty"),
+    [
+        pytest.param(2, "off", 1, marks=pytest.mark.full),
+        (3, "off", 2),
+        (2, "on", 0),
+        pytest.param(3, "on", 0, marks=pytest.mark.full),
+    ],
+)
 async def test_one_flipped_bit_is_caught_at_run_time_and_named(
     monkeypatch: pytest.MonkeyPatch, world: int, split: Any, faulty: int
 ) -> None:

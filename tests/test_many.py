@@ -119,7 +119,7 @@ async def test_forty_conversations_each_as_if_alone(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize(("dtype", "kv_cache"), [("bf16", "bf16"), ("f32", "bf16")])
+@pytest.mark.parametrize(("dtype", "kv_cache"), [pytest.param("bf16", "bf16", marks=pytest.mark.full), ("f32", "bf16")])
 async def test_the_other_dtypes(world: int, dtype: Any, kv_cache: Any) -> None:
     conversations = scripts(10, seed=11, spread=0.5, quick=True)
     settings: dict[str, Any] = {"dtype": dtype, "kv_cache": kv_cache}

@@ -184,8 +184,9 @@ _SLOW = [
     ReturnsWithHalfItsTokens,
     ReturnsLikeNew,
 ]
-_OWNERS_QUICK = [LendsWhileOthersWait, LendsRankByRank, ForgetsTheLoan, KeepsTheOldPages, FreesTheLoanAtOnce]
+_OWNERS_QUICK = [LendsWhileOthersWait, LendsRankByRank, ForgetsTheLoan, FreesTheLoanAtOnce]
 _OWNERS_SLOW = [
+    KeepsTheOldPages,
     ForgetsTheMove,
     LendsWhatIsOwed,
     FreesTheOldPagesAtOnce,

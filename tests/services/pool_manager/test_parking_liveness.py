@@ -330,6 +330,7 @@ def test_parking_the_oldest_is_caught() -> None:
     assert talks[0].parked > 0
 
 
+@pytest.mark.full
 def test_admitting_into_what_is_owed_is_caught() -> None:
     """The pages that a park freed go to one that waits, so that the next extension parks again: for ever."""
     plan = plan_of(33, lanes=8, residues=1, spare=0)
