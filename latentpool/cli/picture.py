@@ -75,9 +75,7 @@ def headline(reply: pb.ListPagesResponse) -> Text:
     """The pool in a line: its size, what all its pages are, and how many conversations may map."""
     rows = format_tokens(reply.pages * reply.page_rows)
     cells = [cell for held in residues_of(reply).values() for cell in held]
-    return Text(
-        f"{reply.pages:,} pages of {reply.page_rows} rows ({rows} tokens): {totals(cells)}; {reply.reserved:,} reserved"
-    )
+    return Text(f"{reply.pages:,} pages of {reply.page_rows} rows, {rows} tokens: {totals(cells)}; {reply.reserved:,} reserved")
 
 
 def residues_of(reply: pb.ListPagesResponse) -> dict[int | None, list[Cell]]:

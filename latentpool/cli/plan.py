@@ -38,9 +38,9 @@ def plan(settings: Settings, json: Json = False) -> None:
     """What a group could serve: tokens, pages, lanes, and where each rank's memory goes. Reads config.json and starts nothing.
 
     \b
-    latentpool plan --model DIR --world 2 --room 15.2GiB --context 1M --parallel 8
-    latentpool plan --model DIR --world 2 --room 9.5GiB --context 128k --split off
-    latentpool plan --model DIR --world 1 --room 2GiB --json
+    latentpool plan --model DIR --ranks 2 --room 15.2GiB --context 1M --parallel 8
+    latentpool plan --model DIR --ranks 2 --room 9.5GiB --context 128k --split off
+    latentpool plan --model DIR --ranks 1 --room 2GiB --json
 
     Room is what a rank has left after weights, work buffers, links and the first lane's fixed part; `latentpool ranks` shows it
     for a group that runs. What does not fit is refused with numbers and exit code 1.

@@ -258,6 +258,11 @@ class _Ports:
             if address in self._chosen:
                 raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
             held.bind((host.strip("[]"), int(port)))
+        except OverflowError:
+            held.close()
+            raise ConfigError(
+                f"{who} cannot listen on {address}: ports end at 65535, and one of each rank is counted up from the first"
+            ) from None
         except OSError as error:
             held.close()
             raise ConfigError(

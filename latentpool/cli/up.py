@@ -173,10 +173,12 @@ def _ready(settings: Settings, plan: plan_pb2.Plan) -> Panel:
     manager = "" if settings.manager == defaults.manager else f" --manager {settings.manager}"
     kind = "pages" if plan.paged else "windows"
     rows = format_tokens(plan.stream_pages * plan.page_rows)
+    more = (plan.pages - plan.stream_pages) * plan.page_rows
+    kept = f", room for {format_tokens(more)} more that are kept" if more else ""
     note = [f"note: {plan.note}"] if plan.note else []
     lines = [
         f"router {settings.address}, pool manager {settings.manager}, {settings.ranks} ranks",
-        f"{kind}: {rows} tokens in all, {format_tokens(plan.context)} a conversation, {plan.lanes} at a time",
+        f"{kind}: {rows} tokens of conversations{kept}, {format_tokens(plan.context)} a conversation, {plan.lanes} at a time",
         *note,
         *_metrics(settings),
         "",

@@ -26,7 +26,7 @@ def test_replicated_pages():
             pages=4,
         )
     ).plain
-    assert drawn.startswith("4 pages of 64 rows (256 tokens): 2 live, 1 fenced, 1 free; 2 reserved\n")
+    assert drawn.startswith("4 pages of 64 rows, 256 tokens: 2 live, 1 fenced, 1 free; 2 reserved\n")
     assert " every rank 4 pages: 2 live, 1 fenced, 1 free\n            ██·▒\n" in drawn
     assert drawn.endswith("            █ conversation 7 2  ▒ fenced 1  · free 1")
 
@@ -74,7 +74,7 @@ def test_kept_and_shared_pages_have_marks_of_their_own():
             pages=11,
         )
     )
-    assert drawn.plain.startswith("11 pages of 64 rows (704 tokens): 1 live, 6 shared, 3 kept, 1 fenced; 2 reserved\n")
+    assert drawn.plain.startswith("11 pages of 64 rows, 704 tokens: 1 live, 6 shared, 3 kept, 1 fenced; 2 reserved\n")
     assert " every rank 11 pages: 1 live, 6 shared, 3 kept, 1 fenced\n            ▓▓▓▀▀▀▀█▀▀▒\n" in drawn.plain
     legend = drawn.plain.split("▒\n")[1].split()
     assert " ".join(legend) == (

@@ -157,8 +157,8 @@ def test_pages_again_and_again(manager):
     manager.replies["watch"] = [*(pb.WatchResponse(pages=told) for told in pages), gone]
     shown = run("pages", "--watch")
     assert [line for line in shown.stdout.splitlines() if "reserved" in line] == [
-        "2 pages of 64 rows (128 tokens): 2 live; 5 reserved",
-        "2 pages of 64 rows (128 tokens): 2 live; 6 reserved",
+        "2 pages of 64 rows, 128 tokens: 2 live; 5 reserved",
+        "2 pages of 64 rows, 128 tokens: 2 live; 6 reserved",
     ]
     assert shown.stdout.count("██") == 2
     assert manager.asked.interval_seconds == 1.0

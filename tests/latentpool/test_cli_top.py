@@ -98,7 +98,7 @@ def test_everything_at_a_glance():
     lines = words(drawn(view, told(rows=(704, 121), sent=1 << 20, waiting=1), 2.0))
     assert lines[0] == "group: ready; epoch 1, term 4; router r"
     assert lines[1] == "2 running, 1 waiting; reading 128, replying 10.5 tokens/s"
-    assert lines[2] == "8 pages of 64 rows (512 tokens): 4 live, 2 kept, 2 free; 0 reserved"
+    assert lines[2] == "8 pages of 64 rows, 512 tokens: 4 live, 2 kept, 2 free; 0 reserved"
     assert "0 ready 1.00 MiB/s ████ 4 live" in lines
     assert "1 suspected 0 B/s ▓▓·· 2 kept, 2 free" in lines
     assert "1 filling 70% rank 0 704 of 1,000 448 0 128 0.0 s" in lines
@@ -146,7 +146,7 @@ def test_ctrl_c_is_how_one_leaves(manager, command):
     manager.replies["watch"] = again_and_again()
     terminal = Terminal(*command)
     try:
-        terminal.until("8 pages of 64 rows (512 tokens): 4 live, 2 kept, 2 free; ", times=3)
+        terminal.until("8 pages of 64 rows, 512 tokens: 4 live, 2 kept, 2 free; ", times=3)
         terminal.ctrl_c()
         assert terminal.process.wait(20) == 0
     finally:

@@ -186,6 +186,12 @@ def test_free_ports_for_metrics_too():
     assert not any(address.endswith(":0") for address in addresses)
 
 
+@pytest.mark.parametrize(("setting", "who"), [("worker_bind", "rank 1"), ("metrics_bind", "metrics of")])
+def test_ports_end_where_ports_end(setting: str, who: str):
+    with pytest.raises(ConfigError, match=f"^{who}.* cannot listen on 127.0.0.1:65536: ports end at 65535"):
+        _with_ports(replace(FREE, ranks=2, **{setting: "127.0.0.1:65535"}))
+
+
 def test_metrics_do_not_take_a_service_s_own_address():
     router = _with_ports(FREE).router_bind
     with pytest.raises(ConfigError, match=f"^metrics of router cannot listen on {router}: address already in use"):
