@@ -118,8 +118,9 @@ async def test_forty_conversations_each_as_if_alone(world: int) -> None:
     assert total.resent_rounds > 0
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize(("dtype", "kv_cache"), [pytest.param("bf16", "bf16", marks=pytest.mark.full), ("f32", "bf16")])
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("dtype", "kv_cache"), [("bf16", "bf16"), ("f32", "bf16")])
 async def test_the_other_dtypes(world: int, dtype: Any, kv_cache: Any) -> None:
     conversations = scripts(10, seed=11, spread=0.5, quick=True)
     settings: dict[str, Any] = {"dtype": dtype, "kv_cache": kv_cache}
@@ -139,6 +140,7 @@ async def company_of_one(
     return replies, record.rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", WORLDS)
 async def test_eight_lanes_outgrow_their_quota_together_and_all_finish(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight replies of 160 tokens after prompts with sparse rows, in a pool that holds four of them: some are parked in the
@@ -157,7 +159,8 @@ async def test_eight_lanes_outgrow_their_quota_together_and_all_finish(world: in
     assert sum(reply.completion.usage.parked for reply in replies.values() if reply.completion) == counters.parked
 
 
-@pytest.mark.parametrize("split", [pytest.param("off", marks=pytest.mark.full), "on"])
+@pytest.mark.full
+@pytest.mark.parametrize("split", ["off", "on"])
 async def test_whoever_comes_back_is_not_parked_for_what_it_does_not_need_yet(split: Any) -> None:
     """Small headroom and small pages: an admission covers less than pages are asked ahead for. Parking stays rare."""
     conversations = [

@@ -217,7 +217,7 @@ async def test_one_whose_client_does_not_read_is_carried_and_gives_back_what_it_
         assert chunks(events) == reply(PROMPT, 30)
 
 
-@pytest.mark.parametrize("how", ["cancel", "deadline", "parked"])
+@pytest.mark.parametrize("how", ["cancel", pytest.param("deadline", marks=pytest.mark.full), "parked"])
 @pytest.mark.parametrize("stage", ["ordered", "one slice", "all slices", "borrowing"])
 async def test_one_that_leaves_in_the_middle_of_a_carry_frees_both_owners_pages(
     stage: str, how: str, monkeypatch: pytest.MonkeyPatch

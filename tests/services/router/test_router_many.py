@@ -164,7 +164,7 @@ async def test_a_replay_that_differs_ends_with_data_loss() -> None:
             worker.violations.clear()  # the forgetful lane saw that it was fed what it did not sample
 
 
-@pytest.mark.parametrize("how", ["cancel", "deadline"])
+@pytest.mark.parametrize("how", ["cancel", pytest.param("deadline", marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage", ["leaving", "parked", "waiting for pages", "replaying"])
 async def test_a_client_that_goes_away_while_parked_frees_everything(stage: str, how: str) -> None:
     async with Rig(2, lanes=2, context=1024, pages=12) as rig:
